@@ -1,0 +1,55 @@
+"""Which checkpoint may a run start from: the newest complete one on the job's own line of history.
+
+A run that was cut off may go on committing checkpoints after its replacement has started (the file
+system may be the one thing it can still reach). Those must never be restored: a checkpoint counts
+only if it lies on the *lineage*: each run may contribute steps after the one it was restored from
+and up to the one its successor was restored from.
+
+Not here: reading the checkpoint directory (``everstep.machine.checkpoints``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class CheckpointId:
+    """One complete checkpoint: the step it holds the state after, and the run that wrote it."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageEntry:
+    """One run of the job and what it was started from (None: from scratch)."""
+
+    generation: int
+    restored: CheckpointId | None
+
+
+def on_lineage(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool:
+    """True when ``candidate`` belongs to the history that the newest run continues.
+
+    Args:
+        candidate: a complete checkpoint found in storage.
+        lineage: all runs of the job, in any order.
+    """
+    runs = sorted(lineage, key=lambda e: e.generation)
+    position = next((i for i, e in enumerate(runs) if e.generation == candidate.generation), None)
+    if position is None:
+        return False
+    for later in runs[position + 1 :]:
+        # A later run that started from scratch, or from an earlier point, abandoned the candidate.
+        if later.restored is None or later.restored < candidate:
+            return False
+    return True
+
+
+def newest_restorable(
+    complete: Iterable[CheckpointId], lineage: Sequence[LineageEntry]
+) -> CheckpointId | None:
+    """The newest complete checkpoint on the lineage, or None to start from scratch."""
+    return max((c for c in complete if on_lineage(c, lineage)), default=None)
