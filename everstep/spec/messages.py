@@ -358,6 +358,9 @@ class MaterialiseCodeInput(Message):
     job_id: str
     generation: int
     source: str | None
+    code_version: str | None = None
+    """The version to bring (None: whatever ``source`` holds now, at the launch of a job). A source
+    that has changed since is reported for each machine that has no copy yet, never used."""
     machines: tuple[MachineRef, ...]
     policy: PolicySnapshot
 
@@ -408,6 +411,8 @@ class RecordIncident(Message):
     stopped_at: datetime | None = None
     reports: tuple[MachineReport, ...] = ()
     observations: tuple[ObservationRecord, ...] = ()
+    evidence: tuple[Line, ...] = ()
+    """What the closer look found, for people."""
     decision: DecisionRecord | None = None
 
 
