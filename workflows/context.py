@@ -1,0 +1,198 @@
+"""What every part of the job's state machine needs: its state, its keys, its page, its side jobs.
+
+``JobContext`` is the only mutable thing in a ``TrainingJob``. It hands out idempotency keys, keeps
+track of activities and rounds that run beside the main line (records, incident rounds), and shows
+the state. Not here: any decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from temporalio.common import SearchAttributeKey
+    from temporalio.exceptions import ActivityError, ChildWorkflowError, is_cancelled_exception
+
+    from activities import contracts
+    from everstep.decide.words import JobPhase, RunPhase, Symptom
+    from everstep.spec import messages as m
+    from everstep.spec.policy import PolicySnapshot
+    from workflows import page
+    from workflows.state import JobState, Wish
+
+STATE_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepState")
+SYMPTOM_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepSymptom")
+CODE_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepCodeVersion")
+SHARD_SIZE = 256
+"""Machines that one activity drives (design section 3)."""
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: a person's wish, unwound to the main loop
+    """A person asked to cancel while something was being waited for."""
+
+
+class JobContext:
+    """The job's state and the few verbs that all parts share."""
+
+    def __init__(self, state: JobState) -> None:
+        self.state = state
+        self.rendezvous: tuple[str, int, str] = ("", 0, "")
+        """Address, port and checkpoint directory of the run that is being started."""
+        self._beside: list[Any] = []
+        self._shown: dict[str, str] = {}
+
+    # --- keys and time
+
+    @property
+    def policy(self) -> PolicySnapshot:
+        """The policy as the job saw it last.
+
+        Raises:
+            RuntimeError: before ``register_job`` has answered (a bug; parks the workflow task).
+        """
+        if self.state.policy is None:
+            raise RuntimeError("the policy is not read yet")
+        return self.state.policy
+
+    def key(self) -> str:
+        """A new idempotency key. It holds the Temporal run id, so that a reset or relaunched
+        workflow never gets an old one's stored answer."""
+        self.state.requests += 1
+        return f"{workflow.info().run_id}/{self.state.requests}"
+
+    def shards(self) -> list[tuple[m.MachineRef, ...]]:
+        """The run's machines in shards, by group rank."""
+        machines = self.state.run.machines if self.state.run else ()
+        return [machines[i : i + SHARD_SIZE] for i in range(0, len(machines), SHARD_SIZE)]
+
+    # --- things that run beside the main line
+
+    def beside(self, handle: Any) -> None:
+        """Keep track of an activity or round whose result nobody waits for now."""
+        self._beside = [h for h in self._beside if not h.done()]
+        self._beside.append(handle)
+
+    def nothing_beside(self) -> bool:
+        """True when everything that ran beside has ended: needed before continue-as-new."""
+        return all(h.done() for h in self._beside)
+
+    async def drain(self) -> None:
+        """Wait for everything beside; its failures are its own (they are in the history)."""
+        for handle in self._beside:
+            try:
+                await handle
+            except (ActivityError, ChildWorkflowError) as error:
+                if is_cancelled_exception(error) and workflow.info().is_cancel_requested():
+                    raise
+                workflow.logger.warning("a side job failed", extra={"error": str(error)[:300]})
+        self._beside = []
+
+    async def unless_cancelled(self, handle: Any) -> Any:
+        """Wait for ``handle``, or cancel it and unwind when a person wants the job ended.
+
+        Raises:
+            Cancelled: the wish came first.
+        """
+        await workflow.wait_condition(lambda: handle.done() or self.state.wish is Wish.CANCEL)
+        if not handle.done():
+            handle.cancel()
+            raise Cancelled
+        return await handle
+
+    async def wait(self, until: Callable[[], bool], *, timeout_s: float | None, summary: str) -> bool:
+        """Wait for a condition for a time (None: for ever); True when it came true."""
+        try:
+            await workflow.wait_condition(until, timeout=timeout_s, timeout_summary=summary)
+        except TimeoutError:
+            return False
+        return True
+
+    # --- showing and recording
+
+    def enter(self, phase: JobPhase, reason: str) -> None:
+        """Change the phase, with the reason a person sees."""
+        self.state.phase = phase
+        self.state.reason = reason[:600]
+        self.show()
+
+    def show(self) -> None:
+        """Refresh the page and the search attributes."""
+        state = self.state
+        workflow.set_current_details(
+            page.job_page(state, namespace=workflow.info().namespace, ettr=self.ettr())
+        )
+        symptom = state.incident.symptom if state.incident else None
+        wanted = {"state": state.phase.value, "symptom": symptom or "", "code": state.code_version or ""}
+        if wanted == self._shown:
+            return
+        self._shown = wanted
+        workflow.upsert_search_attributes(
+            [
+                STATE_ATTRIBUTE.value_set(state.phase.value),
+                SYMPTOM_ATTRIBUTE.value_set(symptom)
+                if isinstance(symptom, Symptom)
+                else SYMPTOM_ATTRIBUTE.value_unset(),
+                CODE_ATTRIBUTE.value_set(state.code_version)
+                if state.code_version
+                else CODE_ATTRIBUTE.value_unset(),
+            ]
+        )
+
+    def record(
+        self, phases: dict[RunPhase, datetime] | None = None, *, step: int | None = None
+    ) -> None:
+        """Store the job's phase, and boundaries of the present run, beside the main line."""
+        run = self.state.run
+        boundaries = tuple(
+            m.RecordPhase(run_id=run.run_id, phase=phase, at=at, step=step)
+            for phase, at in (phases or {}).items()
+            if run is not None
+        )
+        names = ", ".join(phases or ()) or self.state.phase.value
+        self.beside(
+            contracts.schedule(
+                contracts.record_progress,
+                m.RecordProgress(
+                    job_id=self.state.job_id,
+                    phase=self.state.phase,
+                    phases=boundaries,
+                    code_version=self.state.code_version,
+                ),
+                summary=f"record {names}",
+            )
+        )
+
+    def ettr(self) -> float | None:
+        """Productive time / wall-clock time so far, 0..1; None before the first step."""
+        state, now = self.state, workflow.now()
+        productive = state.effort.productive_s
+        run = state.run
+        if run and run.first_step_at and state.phase is JobPhase.RUNNING:
+            productive += (now - run.first_step_at).total_seconds()
+        wall = (now - state.created_at).total_seconds()
+        if wall <= 0 or productive <= 0:
+            return None
+        return min(1.0, productive / wall)
+
+    def note_trouble(self, step: int | None) -> None:
+        """Close the books on a run that stopped making progress now."""
+        state, run = self.state, self.state.run
+        effort = state.effort
+        effort.last_run_productive_s, effort.last_run_steps = 0.0, 0
+        if run is None or run.first_step_at is None:
+            return
+        effort.last_run_productive_s = (workflow.now() - run.first_step_at).total_seconds()
+        effort.productive_s += effort.last_run_productive_s
+        start = run.restore.step if run.restore else 0
+        effort.last_run_steps = max(0, (step or 0) - start)
+
+    def note_steps_lost(self, lost: int) -> None:
+        """Take the time of steps that will be computed again out of the productive time."""
+        effort = self.state.effort
+        if effort.last_run_steps > 0:
+            share = min(1.0, lost / effort.last_run_steps)
+            effort.productive_s -= effort.last_run_productive_s * share

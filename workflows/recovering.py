@@ -1,0 +1,399 @@
+"""From trouble to the next run: stop with evidence, attribute, decide, isolate.
+
+This is the fast path of the design: one command for each shard, the pure ladder right here, and the
+incident's round beside it. Only a finding of low confidence waits for the round's closer look.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from datetime import timedelta
+
+    from temporalio.exceptions import ActivityError, is_cancelled_exception
+
+    from activities import contracts
+    from everstep.decide.attribution import Finding, MachineReport, Trigger, attribute
+    from everstep.decide.ladder import decide
+    from everstep.decide.logs import save_symptom
+    from everstep.decide.words import (
+        Action,
+        Cause,
+        Confidence,
+        IncidentState,
+        JobPhase,
+        RunOutcome,
+        RunPhase,
+        Rung,
+    )
+    from everstep.spec import messages as m
+    from everstep.spec.limits import ladder_limits
+    from everstep.spec.policy import PolicySnapshot
+    from workflows import page
+    from workflows.context import JobContext
+    from workflows.state import RECENT_INCIDENTS_MAX, NextRun, OpenIncident
+
+
+async def stop_run(
+    context: JobContext, reason: str, *, planned: bool
+) -> tuple[MachineReport, ...]:
+    """End the run on all of its machines, evidence first; one report for each machine."""
+    run = context.state.run
+    if run is None:
+        return ()
+    handles = [
+        contracts.schedule(
+            contracts.stop_ranks,
+            m.StopRanks(
+                command_id=context.key(),
+                job_id=context.state.job_id,
+                generation=run.generation,
+                machines=shard,
+                reason=reason[:200],
+                planned=planned,
+                policy=context.policy,
+            ),
+            summary=f"stop run {run.generation}: {reason}"[:200],
+        )
+        for shard in context.shards()
+    ]
+    reports: list[MachineReport] = []
+    for handle, shard in zip(handles, context.shards(), strict=True):
+        try:
+            stopped: m.StoppedRanks = await handle
+            reports += stopped.reports
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            note = str(error.cause or error)[:300]
+            reports += [
+                MachineReport(machine_id=ref.machine_id, reachable=False, note=note) for ref in shard
+            ]
+    return tuple(reports)
+
+
+async def recover(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
+    """Handle one trouble: leaves the job with ``run`` None and ``next_run`` set, or waiting for a
+    person, or with a final phase to be finished by the caller."""
+    state, run = context.state, context.state.run
+    if run is None:
+        raise RuntimeError("trouble without a run")
+    detected_at = workflow.now()
+    context.note_trouble(state.progress.step)
+    first = observations[0].reason if observations else "unknown trouble"
+    context.enter(JobPhase.RECOVERING, f"run {run.generation}: {first}")
+    policy_handle = contracts.schedule(
+        contracts.read_policy,
+        m.ReadPolicy(job_id=state.job_id, overrides=state.spec.policy),
+        summary="read the policy as it is now",
+    )
+    reports = await stop_run(context, "the run has failed", planned=False)
+    state.policy = await _policy(policy_handle, context.policy)
+    reports = await _confirm(context, reports)
+    stopped_at = workflow.now()
+    finding = attribute(
+        reports,
+        triggers=[
+            Trigger(kind=str(o.kind), machine_id=o.machine_id, rank=o.rank, reason=o.reason)
+            for o in observations
+        ],
+    )
+    request = _open_round(context, finding, observations, reports, detected_at, stopped_at)
+    record = await _decide(context, request)
+    await _carry_out(context, record, finding)
+    context.record(
+        {
+            RunPhase.TROUBLE: detected_at,
+            RunPhase.STOPPED: stopped_at,
+            RunPhase.DECIDED: record.decided_at,
+        },
+        step=finding.step if finding.step is not None else state.progress.step,
+    )
+    close_run(context, RunOutcome.FAILED)
+
+
+async def _policy(handle: Any, fallback: PolicySnapshot) -> PolicySnapshot:
+    try:
+        snapshot: PolicySnapshot = await handle
+    except ActivityError as error:
+        if is_cancelled_exception(error):
+            raise
+        workflow.logger.warning("policy not read, keeping the one at hand")
+        return fallback
+    return snapshot
+
+
+async def _confirm(
+    context: JobContext, reports: tuple[MachineReport, ...]
+) -> tuple[MachineReport, ...]:
+    """Give machines that did not answer the policy's time before they count as lost."""
+    state, run = context.state, context.state.run
+    silent = {r.machine_id for r in reports if not r.reachable}
+    if run is None or not silent:
+        return reports
+    after = context.policy.policy.detection.machine_lost_after
+    context.enter(
+        JobPhase.RECOVERING,
+        f"training has stopped and {', '.join(sorted(silent))[:200]} cannot be reached; "
+        f"lost after {after.total_seconds():g} s",
+    )
+    confirmed = await contracts.call(
+        contracts.confirm_machines,
+        m.ConfirmMachines(
+            job_id=state.job_id,
+            generation=run.generation,
+            machines=tuple(ref for ref in run.machines if ref.machine_id in silent),
+            command_id=context.key(),
+            policy=context.policy,
+        ),
+        summary=f"wait for {', '.join(sorted(silent))}"[:200],
+    )
+    newer = {report.machine_id: report for report in confirmed.reports}
+    return tuple(newer.get(report.machine_id, report) for report in reports)
+
+
+def _open_round(
+    context: JobContext,
+    finding: Finding,
+    observations: tuple[m.ObservationRecord, ...],
+    reports: tuple[MachineReport, ...],
+    detected_at: datetime,
+    stopped_at: datetime,
+) -> m.IncidentInput:
+    """Open the incident, or the next round of the one that is open."""
+    state, run = context.state, context.state.run
+    if run is None:
+        raise RuntimeError("trouble without a run")
+    if state.incident is None:
+        state.incidents_total += 1
+        state.incident = OpenIncident(
+            incident_id=f"{state.job_id}-{state.incidents_total}",
+            number=state.incidents_total,
+            round_number=1,
+            symptom=finding.symptom,
+            opened_at=detected_at,
+        )
+    else:
+        state.incident.round_number += 1
+        state.incident.symptom = finding.symptom
+        state.incident.recovered_at = None
+    incident = state.incident
+    incident.reason = finding.reason
+    incident.failed_step = finding.step if finding.step is not None else state.progress.step
+    return m.IncidentInput(
+        incident_id=incident.incident_id,
+        job_id=state.job_id,
+        run_id=run.run_id,
+        generation=run.generation,
+        number=incident.number,
+        round_number=incident.round_number,
+        opened_at=incident.opened_at,
+        detected_at=detected_at,
+        stopped_at=stopped_at,
+        observations=observations,
+        reports=reports,
+        finding=finding,
+        ladder=state.ladder,
+        policy=context.policy,
+        machines=run.machines,
+    )
+
+
+async def _decide(context: JobContext, request: m.IncidentInput) -> m.DecisionRecord:
+    """The next rung: here and now, or by the round after its closer look."""
+    state = context.state
+    if request.finding.confidence is Confidence.LOW and request.finding.cause is not Cause.PLANNED:
+        result: m.IncidentResult = await (await _start_round(request))
+        record = result.decision
+    else:
+        decision, after = decide(
+            request.finding,
+            state.ladder,
+            limits=ladder_limits(context.policy.policy),
+            now_s=workflow.now().timestamp(),
+            run_machines=[ref.machine_id for ref in request.machines],
+        )
+        record = m.DecisionRecord(
+            decision_id=f"{request.incident_id}-r{request.round_number}",
+            incident_id=request.incident_id,
+            round_number=request.round_number,
+            finding=request.finding,
+            state_before=state.ladder,
+            state_after=after,
+            decision=decision,
+            policy_hash=context.policy.hash,
+            decided_at=workflow.now(),
+        )
+        context.beside(await _start_round(request.model_copy(update={"decision": record})))
+    state.ladder = record.state_after
+    return record
+
+
+async def _start_round(request: m.IncidentInput) -> Any:
+    return await workflow.start_child_workflow(
+        m.INCIDENT,
+        request,
+        id=m.incident_workflow_id(request.job_id, request.number, request.round_number),
+        result_type=m.IncidentResult,
+        task_timeout=timedelta(seconds=2),
+        # A job that ends must not cut off the record of why it ended.
+        parent_close_policy=workflow.ParentClosePolicy.ABANDON,
+        static_summary=page.incident_summary(request.finding, request.round_number),
+    )
+
+
+async def _carry_out(context: JobContext, record: m.DecisionRecord, finding: Finding) -> None:
+    state, run, incident = context.state, context.state.run, context.state.incident
+    if run is None or incident is None:
+        raise RuntimeError("a decision without a run or incident")
+    decision = record.decision
+    incident.action = decision.rung.value
+    incident.symptom = record.finding.symptom
+    incident.reason = record.finding.reason
+    if decision.evict:
+        incident.action = f"evict {', '.join(decision.evict)}"
+        await contracts.call(
+            contracts.evict_machines,
+            m.EvictMachines(
+                incident_id=incident.incident_id,
+                job_id=state.job_id,
+                generation=run.generation,
+                step=incident.round_number,
+                machines=decision.evict,
+                reason=f"{finding.symptom}: {finding.reason}"[:600],
+                decided_at=record.decided_at,
+            ),
+            summary=f"evict and block {', '.join(decision.evict)}"[:200],
+        )
+    state.next_run = NextRun(
+        start_reason=decision.rung.value,
+        keep=tuple(ref.machine_id for ref in run.machines),
+        avoid=decision.evict,
+        incident_id=incident.incident_id,
+    )
+    if decision.rung is Rung.ASK_PERSON:
+        context.enter(JobPhase.WAITING_FOR_PERSON, decision.reason)
+        state.note_incident(IncidentState.WAITING_FOR_PERSON)
+    elif decision.rung is Rung.GIVE_UP:
+        context.enter(JobPhase.STOPPING, decision.reason)
+        state.note_incident(IncidentState.GAVE_UP)
+    else:
+        context.enter(JobPhase.RECOVERING, f"{incident.action}: {record.finding.reason}")
+        state.note_incident(IncidentState.OPEN)
+
+
+def close_run(context: JobContext, outcome: RunOutcome) -> None:
+    """Close the run's books; its machines stay leased."""
+    state, run = context.state, context.state.run
+    if run is None:
+        return
+    context.beside(
+        contracts.schedule(
+            contracts.close_run,
+            m.CloseRun(
+                run_id=run.run_id, outcome=outcome, closed_at=workflow.now(), release=False
+            ),
+            summary=f"close run {run.generation}: {outcome}",
+        )
+    )
+    state.last_outcome = outcome
+    state.run = None
+    state.cursors = {}
+    state.unreachable = ()
+    context.show()
+
+
+def stable(context: JobContext) -> None:
+    """The job has trained long enough since its restart: the incident is over."""
+    state, incident = context.state, context.state.incident
+    if incident is None:
+        return
+    lost = incident.steps_lost
+    summary = (
+        f"{incident.symptom}: {incident.action}; stable again"
+        + (f", {lost} steps lost" if lost is not None else "")
+    )
+    context.beside(
+        contracts.schedule(
+            contracts.close_incident,
+            m.CloseIncident(
+                incident_id=incident.incident_id,
+                state=IncidentState.STABLE,
+                closed_at=workflow.now(),
+                summary=summary,
+            ),
+            summary=f"close incident {incident.incident_id}: stable",
+        )
+    )
+    state.note_incident(IncidentState.STABLE)
+    state.incident = None
+    context.show()
+
+
+def gave_up(context: JobContext, reason: str) -> None:
+    """The job ends with its incident open."""
+    incident = context.state.incident
+    if incident is None:
+        return
+    context.beside(
+        contracts.schedule(
+            contracts.close_incident,
+            m.CloseIncident(
+                incident_id=incident.incident_id,
+                state=IncidentState.GAVE_UP,
+                closed_at=workflow.now(),
+                summary=reason[:600],
+            ),
+            summary=f"close incident {incident.incident_id}: {reason}"[:200],
+        )
+    )
+    context.state.note_incident(IncidentState.GAVE_UP)
+    context.state.incident = None
+
+
+def warn_only(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
+    """Record what people should know though training goes on: a save that failed."""
+    state, run = context.state, context.state.run
+    if run is None or state.warned_generation >= run.generation:
+        return
+    state.warned_generation = run.generation
+    state.incidents_total += 1
+    now, first = workflow.now(), observations[0]
+    symptom = save_symptom(first.reason)
+    summary = m.IncidentSummary(
+        incident_id=f"{state.job_id}-{state.incidents_total}",
+        number=state.incidents_total,
+        rounds=1,
+        symptom=symptom,
+        state=IncidentState.STABLE,
+        action=Action.WARN_ONLY.value,
+        reason=f"{first.reason}; training goes on"[:600],
+        opened_at=now,
+        recovered_at=now,
+        steps_lost=0,
+    )
+    state.recent = (summary, *state.recent)[:RECENT_INCIDENTS_MAX]
+    context.beside(
+        contracts.schedule(
+            contracts.record_incident,
+            m.RecordIncident(
+                incident_id=summary.incident_id,
+                job_id=state.job_id,
+                run_id=run.run_id,
+                number=summary.number,
+                round_number=1,
+                state=IncidentState.STABLE,
+                symptom=symptom,
+                opened_at=now,
+                closed_at=now,
+                detected_at=now,
+                summary=summary.reason,
+                observations=observations,
+            ),
+            summary=f"record {symptom}: {first.reason}"[:200],
+        )
+    )
