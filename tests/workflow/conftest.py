@@ -1,0 +1,137 @@
+"""The time-skipping server, one for the session, and a worker with a scripted fleet for each test."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from temporalio.api.enums.v1 import IndexedValueType
+from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
+from temporalio.client import Client, WorkflowHandle
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import Worker
+
+from everstep.spec import messages as m
+from everstep.spec.load import load_policy
+from everstep.spec.policy import Policy
+from tests.workflow.world import World
+from workers.runtime import workflow_runner
+from workflows.incident import Incident
+from workflows.training_job import TrainingJob
+
+ATTRIBUTES = ("EverstepState", "EverstepSymptom", "EverstepCodeVersion")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def env() -> AsyncIterator[WorkflowEnvironment]:
+    """The time-skipping server with our search attributes."""
+    environment = await WorkflowEnvironment.start_time_skipping(
+        test_server_existing_path=shutil.which("temporal-test-server", path=_bin()),
+        data_converter=pydantic_data_converter,
+    )
+    async with environment:
+        await environment.client.operator_service.add_search_attributes(
+            AddSearchAttributesRequest(
+                namespace=environment.client.namespace,
+                search_attributes=dict.fromkeys(
+                    ATTRIBUTES, IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD
+                ),
+            )
+        )
+        yield environment
+
+
+def _bin() -> str:
+    import sys
+
+    return str(Path(sys.executable).parent)
+
+
+@pytest.fixture(scope="session")
+def default_policy() -> Policy:
+    """The packaged policy."""
+    return load_policy(None).policy
+
+
+@dataclass
+class Bench:
+    """One test's job: its world, and how to start and ask it."""
+
+    client: Client
+    env: WorkflowEnvironment
+    world: World
+    name: str
+    queue: str
+
+    def spec(self, **changes: Any) -> dict[str, Any]:
+        """A job of two machines with two ranks each."""
+        return {
+            "name": self.name,
+            "command": ["python", "train.py"],
+            "machines": 2,
+            "ranks_per_machine": 2,
+            **changes,
+        }
+
+    async def start(self, spec: dict[str, Any] | None = None) -> WorkflowHandle[Any, Any]:
+        """Start the job as raw JSON, as any SDK would."""
+        return await self.client.start_workflow(
+            m.TRAINING_JOB,
+            spec or self.spec(),
+            id=m.job_workflow_id(self.name),
+            task_queue=m.TASK_QUEUE,
+            result_type=m.JobResult,
+        )
+
+    async def status(self, handle: WorkflowHandle[Any, Any]) -> m.JobStatus:
+        """The job's own account."""
+        return await handle.query("status", result_type=m.JobStatus)
+
+    async def until(
+        self, condition: Callable[[], Awaitable[bool] | bool], *, limit: int = 400
+    ) -> None:
+        """Wait for a state, in real time, with a limit."""
+        import asyncio
+
+        for _ in range(limit):
+            answer = condition()
+            if (await answer if not isinstance(answer, bool) else answer):
+                return
+            await asyncio.sleep(0.025)
+        raise AssertionError("the state was never reached")
+
+    async def until_phase(self, handle: WorkflowHandle[Any, Any], *phases: str) -> m.JobStatus:
+        """Wait until the job is in one of the phases."""
+
+        async def there() -> bool:
+            return (await self.status(handle)).phase in phases
+
+        await self.until(there)
+        return await self.status(handle)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def bench(env: WorkflowEnvironment, default_policy: Policy) -> AsyncIterator[Bench]:
+    """A worker for both queues with a scripted fleet."""
+    world = World(default_policy)
+    name = f"t{uuid.uuid4().hex[:10]}"
+    async with AsyncExitStack() as stack:
+        for queue in (m.TASK_QUEUE, m.WATCH_QUEUE):
+            await stack.enter_async_context(
+                Worker(
+                    env.client,
+                    task_queue=queue,
+                    workflows=[TrainingJob, Incident] if queue == m.TASK_QUEUE else [],
+                    activities=world.activities(),
+                    workflow_runner=workflow_runner(),
+                )
+            )
+        yield Bench(env.client, env, world, name, m.TASK_QUEUE)
