@@ -1,0 +1,406 @@
+"""What a watch knows of one shard, and when that is something to return.
+
+A fold: stream lines, run states and lost connections go in, at instants of the receiver's own
+monotonic clock; at most one ``WatchResult`` comes out. Three rules carry it:
+
+- A machine that cannot be reached is *unknown*. It is listed, and never trouble by itself.
+- Trouble is returned only after a short settle window, so that the first failed rank and the
+  witnesses it caused arrive together.
+- What events may have told before this watch began (or while the ring overflowed) is read from the
+  machine's present state, so nothing depends on having seen every event.
+
+Not here: connections, Temporal and time itself (``activities.detection``), and whose fault it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from activities.failures import one_line
+from everstep.decide.attribution import RankReport
+from everstep.decide.words import RankState, Verdict
+from everstep.spec import agent_api as api
+from everstep.spec import messages as m
+
+OBSERVATIONS_MAX = 64
+"""Observations in one result: it enters Temporal's history. The reports that follow have all."""
+DATA_BYTES_MAX = 1000
+WARN_INTERVAL_MIN_S = 5.0
+"""A save that fails at every step must not become a result, and history, at every step."""
+NOT_KNOWN_CONFIRM_S = 1.0
+"""An agent must say twice, this far apart, that it does not know the run."""
+
+_TROUBLE = frozenset(
+    {
+        api.EventKind.NONFINITE,
+        api.EventKind.RANK_STALLED,
+        api.EventKind.EARLY_EXIT,
+        api.EventKind.PROCESSES_VANISHED,
+        api.EventKind.PLANNED_STOP,
+        api.EventKind.RUN_STOPPED,
+    }
+)
+
+
+@dataclass(slots=True)
+class MachineView:
+    """One machine of the shard, as this watch sees it."""
+
+    ref: m.MachineRef
+    cursor: str | None
+    reachable: bool = False
+    boot_id: str | None = None
+    ring_id: str = ""
+    needs_state: bool = True
+    """Events may be missing: ask for the run's present state."""
+    not_known_since: float | None = None
+    first_step: bool = False
+    succeeded: bool = False
+    exited_zero_at: float | None = None
+    summary: api.RunSummary | None = None
+    lost_reason: str = ""
+
+
+@dataclass(slots=True)
+class Shard:
+    """The fold over one shard. All ``now`` are of one monotonic clock."""
+
+    request: m.WatchRun
+    started_at: float
+    blind_since: float | None = None
+    machines: dict[str, MachineView] = field(default_factory=dict)
+    _troubles: dict[tuple[str, str | None, int | None], m.ObservationRecord] = field(
+        default_factory=dict
+    )
+    _trouble_at: float | None = None
+    _warnings: list[m.ObservationRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Nothing is known of any machine yet."""
+        for ref in self.request.machines:
+            self.machines[ref.machine_id] = MachineView(
+                ref=ref, cursor=self.request.cursors.get(ref.machine_id)
+            )
+        if self.blind_since is None:
+            self.blind_since = self.started_at
+
+    # --- what comes in ---------------------------------------------------------------------
+
+    def take(
+        self,
+        view: MachineView,
+        line: api.HelloLine | api.EventLine | api.HeartbeatLine | api.GapLine,
+        now: float,
+    ) -> bool:
+        """One line of a machine's stream.
+
+        Returns:
+            True when ``result`` may answer differently now.
+        """
+        match line:
+            case api.HelloLine():
+                if view.boot_id not in (None, line.agent_boot_id):
+                    view.needs_state = True
+                view.boot_id, view.ring_id = line.agent_boot_id, line.ring_id
+                view.reachable, view.lost_reason = True, ""
+                self.blind_since = None
+                return True
+            case api.GapLine():
+                view.ring_id = line.ring_id
+                view.cursor = f"{line.ring_id}:{line.oldest_seq - 1}"
+                view.needs_state = True
+                return False
+            case api.EventLine():
+                view.cursor = f"{view.ring_id}:{line.seq}"
+                if not self._is_ours(line.job_id, line.run_id, line.generation):
+                    return False
+                self._event(view, line, now)
+                return True
+            case api.HeartbeatLine():
+                for summary in line.runs:
+                    if self._is_ours(summary.job_id, summary.run_id, summary.generation):
+                        view.summary = summary
+                        if summary.step is not None and not view.first_step:
+                            view.first_step = True
+                            return True
+        return False
+
+    def lost(self, view: MachineView, reason: str, now: float) -> None:
+        """The connection ended or could not be made: the machine is unknown."""
+        view.reachable, view.lost_reason = False, one_line(reason, 200)
+        if self.blind_since is None and not any(v.reachable for v in self.machines.values()):
+            self.blind_since = now
+
+    def state(self, view: MachineView, state: api.RunState, now: float) -> None:
+        """The present state of the run on a machine: fills in what events did not tell."""
+        view.needs_state, view.not_known_since = False, None
+        if state.run_id != self.request.run_id:
+            self._not_known(view, "the agent has another run under this generation", now)
+            return
+        view.first_step |= state.first_step_seen
+        report = state.report
+        if report.planned_stop:
+            self._trouble(view, api.EventKind.PLANNED_STOP, None, report.planned_stop, {}, 0.0, now)
+        if report.processes_vanished:
+            self._not_known(view, "its processes are gone without an exit record", now)
+        for rank in report.ranks:
+            self._rank_state(view, rank, now)
+        if state.ended and state.succeeded:
+            view.succeeded = True
+        elif state.ended and not self._troubles:
+            reason = "every rank has ended, not all by themselves with 0"
+            self._trouble(view, api.EventKind.RUN_ENDED, None, reason, {}, 0.0, now)
+
+    def not_known(self, view: MachineView, now: float) -> None:
+        """The agent answered that it has no such run."""
+        if view.not_known_since is None:
+            view.not_known_since = now
+        elif now - view.not_known_since >= NOT_KNOWN_CONFIRM_S:
+            view.needs_state = False
+            self._not_known(view, "the agent does not know this run", now)
+
+    # --- what goes out ---------------------------------------------------------------------
+
+    def result(self, now: float) -> m.WatchResult | None:
+        """Why the watch should return now, or None to watch on."""
+        policy, until = self.request.policy.policy.detection, self.request.until
+        self._notice_exit_skew(now)
+        if self._trouble_at is not None:
+            if now < self._trouble_at + policy.settle_window.total_seconds():
+                return None
+            return self._answer("trouble", self._evidence())
+        if all(view.succeeded for view in self.machines.values()):
+            return self._answer("succeeded")
+        if self._warnings and now >= self.started_at + WARN_INTERVAL_MIN_S:
+            return self._answer("tick", self._warnings)
+        if until.first_step and all(view.first_step for view in self.machines.values()):
+            return self._answer("first_step", self._warnings)
+        if until.after_s is not None and now >= self.started_at + until.after_s:
+            return self._answer("tick", self._warnings)
+        blind_after = policy.blind_job_after.total_seconds()
+        if self.blind_since is not None and now >= self.blind_since + blind_after:
+            return self._answer("blind", self._unreachable_records())
+        return None
+
+    def next_instant(self, now: float) -> float:
+        """When ``result`` may answer differently although nothing comes in."""
+        policy, until = self.request.policy.policy.detection, self.request.until
+        instants = [now + policy.blind_job_after.total_seconds()]
+        if self._trouble_at is not None:
+            instants.append(self._trouble_at + policy.settle_window.total_seconds())
+        if until.after_s is not None:
+            instants.append(self.started_at + until.after_s)
+        if self._warnings:
+            instants.append(self.started_at + WARN_INTERVAL_MIN_S)
+        if (first := self._first_zero_exit()) is not None:
+            instants.append(first + policy.exit_skew_max.total_seconds())
+        return min(instants)
+
+    def cancelled(self) -> m.WatchResult:
+        """What to return when the workflow has asked the watch to end."""
+        kind, found = "cancelled", list(self._warnings)
+        if self._troubles:
+            found = self._evidence() + found
+        return self._answer(kind, found)
+
+    def progress(self) -> m.Progress:
+        """Newest progress of the run that any machine told."""
+        told = [v.summary for v in self.machines.values() if v.summary is not None]
+        steps = [s.step for s in told if s.step is not None]
+        if not steps:
+            return m.Progress()
+        newest = [s for s in told if s.step == max(steps)]
+        return m.Progress(
+            step=max(steps),
+            loss=next((s.loss for s in newest if s.loss is not None), None),
+            grad_norm=next((s.grad_norm for s in newest if s.grad_norm is not None), None),
+        )
+
+    def cursors(self) -> dict[str, str]:
+        """Where each machine's stream goes on."""
+        return {i: v.cursor for i, v in self.machines.items() if v.cursor is not None}
+
+    # --- how -------------------------------------------------------------------------------
+
+    def _answer(
+        self, kind: Any, observations: list[m.ObservationRecord] | None = None
+    ) -> m.WatchResult:
+        return m.WatchResult(
+            kind=kind,
+            observations=tuple((observations or [])[:OBSERVATIONS_MAX]),
+            cursors=self.cursors(),
+            progress=self.progress(),
+            unreachable=tuple(i for i, v in self.machines.items() if not v.reachable),
+        )
+
+    def _evidence(self) -> list[m.ObservationRecord]:
+        # First of each machine and kind come first: the cut must not hide a machine.
+        seen: set[tuple[str, str | None]] = set()
+        first: list[m.ObservationRecord] = []
+        rest: list[m.ObservationRecord] = []
+        for (kind, machine, _), record in self._troubles.items():
+            (rest if (kind, machine) in seen else first).append(record)
+            seen.add((kind, machine))
+        return first + self._unreachable_records() + rest
+
+    def _unreachable_records(self) -> list[m.ObservationRecord]:
+        return [
+            m.ObservationRecord(
+                kind="unreachable",
+                verdict=Verdict.UNKNOWN,
+                machine_id=machine_id,
+                reason=f"cannot be reached: {view.lost_reason or 'no connection yet'}",
+            )
+            for machine_id, view in self.machines.items()
+            if not view.reachable
+        ]
+
+    def _is_ours(self, job_id: str | None, run_id: str | None, generation: int | None) -> bool:
+        request = self.request
+        return (
+            job_id == request.job_id
+            and generation == request.generation
+            and run_id in (None, request.run_id)
+        )
+
+    def _event(self, view: MachineView, line: api.EventLine, now: float) -> None:
+        kind = line.kind
+        if kind is api.EventKind.FIRST_STEP:
+            view.first_step = True
+        elif kind is api.EventKind.RANK_EXITED:
+            self._rank_exited(view, line, now)
+        elif kind is api.EventKind.RUN_ENDED:
+            # Whether it succeeded is in the state, which is also there when this line is lost.
+            view.needs_state = True
+        elif kind is api.EventKind.RANK_MOVING:
+            self._forgive(view, line.rank)
+        elif kind is api.EventKind.SAVE_FAILED:
+            if len(self._warnings) < OBSERVATIONS_MAX:
+                self._warnings.append(
+                    _record(view, kind, line.rank, line.reason, line.data, line.age_s)
+                )
+        elif kind in _TROUBLE:
+            self._trouble(view, kind, line.rank, line.reason, line.data, line.age_s, now)
+
+    def _rank_exited(self, view: MachineView, line: api.EventLine, now: float) -> None:
+        code, signal = line.data.get("exit_code"), line.data.get("signal")
+        if code is None and signal is None:
+            view.needs_state = True
+        elif code == 0 and signal is None:
+            if view.exited_zero_at is None:
+                view.exited_zero_at = now - max(0.0, line.age_s)
+        else:
+            self._trouble(view, line.kind, line.rank, line.reason, line.data, line.age_s, now)
+
+    def _rank_state(self, view: MachineView, rank: RankReport, now: float) -> None:
+        age = rank.exited_ago_s or 0.0
+        if rank.nonfinite_step is not None:
+            reason = f"rank {rank.rank} reported a value that is not finite at step {rank.nonfinite_step}"
+            data: dict[str, Any] = {"step": rank.nonfinite_step}
+            self._trouble(view, api.EventKind.NONFINITE, rank.rank, reason, data, age, now)
+        if rank.state is RankState.EXITED:
+            if rank.exit_code == 0 and rank.signal is None:
+                if view.exited_zero_at is None:
+                    view.exited_zero_at = now - age
+            else:
+                how = (
+                    f"signal {rank.signal}" if rank.signal is not None else f"code {rank.exit_code}"
+                )
+                data = {"exit_code": rank.exit_code, "signal": rank.signal}
+                reason = f"rank {rank.rank} ended with {how}"
+                self._trouble(view, api.EventKind.RANK_EXITED, rank.rank, reason, data, age, now)
+        elif rank.stalled_for_s is not None:
+            reason = (
+                f"rank {rank.rank} has made no progress for {rank.stalled_for_s:.1f} s too long"
+            )
+            self._trouble(view, api.EventKind.RANK_STALLED, rank.rank, reason, {}, 0.0, now)
+
+    def _not_known(self, view: MachineView, reason: str, now: float) -> None:
+        self._trouble(view, api.EventKind.PROCESSES_VANISHED, None, reason, {}, 0.0, now)
+
+    def _trouble(
+        self,
+        view: MachineView,
+        kind: api.EventKind,
+        rank: int | None,
+        reason: str,
+        data: dict[str, Any],
+        age_s: float,
+        now: float,
+    ) -> None:
+        key = (kind.value, view.ref.machine_id, rank)
+        if key in self._troubles:
+            return
+        self._troubles[key] = _record(view, kind, rank, reason, data, age_s)
+        if self._trouble_at is None:
+            self._trouble_at = now
+
+    def _forgive(self, view: MachineView, rank: int | None) -> None:
+        """A stalled rank moves again before the trouble was reported."""
+        self._troubles.pop((api.EventKind.RANK_STALLED.value, view.ref.machine_id, rank), None)
+        if not self._troubles:
+            self._trouble_at = None
+
+    def _first_zero_exit(self) -> float | None:
+        instants = [
+            v.exited_zero_at for v in self.machines.values() if v.exited_zero_at is not None
+        ]
+        return min(instants, default=None)
+
+    def _notice_exit_skew(self, now: float) -> None:
+        first = self._first_zero_exit()
+        limit = self.request.policy.policy.detection.exit_skew_max.total_seconds()
+        if first is None or now < first + limit or self._troubles:
+            return
+        late = [i for i, v in self.machines.items() if not v.succeeded]
+        if late:
+            view = next(v for v in self.machines.values() if v.exited_zero_at == first)
+            reason = (
+                f"a rank ended with 0 {now - first:.1f} s ago, but ranks of {len(late)} machines "
+                f"({', '.join(late[:5])}{', ...' if len(late) > 5 else ''}) have not"
+            )
+            self._trouble(view, api.EventKind.EARLY_EXIT, None, reason, {}, now - first, now)
+            # They have had their window.
+            settle = self.request.policy.policy.detection.settle_window.total_seconds()
+            self._trouble_at = now - settle
+
+
+def _how(rank: RankReport) -> str:
+    if rank.signal is not None:
+        return f"signal {rank.signal}"
+    return "no exit record" if rank.exit_code is None else f"code {rank.exit_code}"
+
+
+def _record(
+    view: MachineView,
+    kind: api.EventKind,
+    rank: int | None,
+    reason: str,
+    data: dict[str, Any],
+    age_s: float,
+) -> m.ObservationRecord:
+    return m.ObservationRecord(
+        kind=kind,
+        verdict=Verdict.FAULTY,
+        machine_id=view.ref.machine_id,
+        rank=rank,
+        age_s=max(0.0, age_s),
+        reason=one_line(reason, 300),
+        data=_bounded(data),
+    )
+
+
+def _bounded(data: dict[str, Any]) -> dict[str, Any]:
+    """``data`` as JSON that every reader of the history can take, if it is small."""
+    plain = {
+        key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in data.items()
+    }
+    try:
+        text = json.dumps(plain, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return {"left_out": "not finite JSON"}
+    return plain if len(text) <= DATA_BYTES_MAX else {"left_out": f"{len(text)} bytes"}
