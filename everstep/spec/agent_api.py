@@ -164,6 +164,13 @@ class Shutdown(Command):
     """Stop all runs as a planned stop and end the agent (the machine goes down for service)."""
 
 
+class ShutDown(Message):
+    """All runs are stopped and the agent is about to end."""
+
+    stopped: dict[str, int] = Field(default_factory=dict)
+    """Job to the generation that was live."""
+
+
 class MachineInfo(Message):
     """``GET /v1/machine``."""
 
