@@ -27,6 +27,8 @@ class LadderLimits:
     evictions_per_window_max: int
     user_code_gives_up: bool
     """True: a spent user-code budget ends the job; False: it waits for a person."""
+    progress_without_steps_s: float = float("inf")
+    """A run of a job that reports no steps counts as progress when it lasted this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from everstep.spec.base import StrictModel
+
 Loc = tuple[int | str, ...]
 Locate = Callable[[Loc], int | None]
 """From a key path to its line in the file (1-based), or None when it is not known."""
@@ -131,11 +133,13 @@ def problems_of(
 
     Args:
         error: what pydantic raised.
-        model: the model that was validated, for the names of known keys.
+        model: the model that was validated, for the names of known keys; found by the error's
+            title when it is one that people write.
         source: the file's name for people; None for input that is no file.
         locate: finds the line of a key.
     """
     found: list[Problem] = []
+    model = model or _model_named(error.title)
     for detail in error.errors(include_url=False):
         for problem, loc in _problems_of_detail(dict(detail), model):
             line = problem.line
@@ -255,6 +259,10 @@ def _required(loc: Loc, model: type[BaseModel] | None) -> str:
 def _known_keys(model: type[BaseModel] | None, loc: Loc) -> tuple[str, ...]:
     found = _model_at(model, loc)
     return tuple(found.model_fields) if found is not None else ()
+
+
+def _model_named(title: str) -> type[BaseModel] | None:
+    return next((m for m in StrictModel.__subclasses__() if m.__name__ == title), None)
 
 
 def _model_at(model: type[BaseModel] | None, loc: Loc) -> type[BaseModel] | None:

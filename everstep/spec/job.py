@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from everstep.spec.base import JobName, StrictModel
+from everstep.spec.errors import KeyedValueError, Problem
+from everstep.spec.overlay import overlay_problems
+from everstep.spec.torchrun import unwrap_launcher
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 RESERVED_ENV_PREFIXES = ("EVERSTEP_", "TORCHELASTIC_")
 RESERVED_ENV = frozenset(
-    "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK "
-    "GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME NODE_RANK".split()
+    {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "RANK",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "WORLD_SIZE",
+    }
 )
 
 
@@ -105,8 +121,6 @@ class JobSpec(StrictModel):
     @field_validator("command", mode="before")
     @classmethod
     def _split_command(cls, value: Any) -> Any:
-        import shlex
-
         if isinstance(value, str):
             try:
                 return tuple(shlex.split(value))
@@ -131,14 +145,23 @@ class JobSpec(StrictModel):
                 raise ValueError(f"{key} is set by Everstep for every run and cannot be overridden")
         return env
 
+    @field_validator("policy")
+    @classmethod
+    def _policy_keys(cls, policy: dict[str, Any]) -> dict[str, Any]:
+        found = overlay_problems(policy)
+        if found:
+            raise KeyedValueError(*found)
+        return policy
+
     @model_validator(mode="before")
     @classmethod
     def _understand_torchrun(cls, data: Any) -> Any:
-        from everstep.spec.torchrun import unwrap_launcher
-
         return unwrap_launcher(data)
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        self.layout.sizes(self.world_size)
+        try:
+            self.layout.sizes(self.world_size)
+        except ValueError as error:
+            raise KeyedValueError(Problem("layout", "sizes that do not fit", str(error))) from None
         return self

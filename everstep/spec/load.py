@@ -1,0 +1,213 @@
+"""Job specs and policies from files: found, read within bounds, merged, and blamed by line.
+
+A configuration file is looked up in this order: the flag, the directory in ``EVERSTEP_CONFIG``, the
+``config/`` of Everstep's own checkout (never of the working directory), ``/etc/everstep``, the
+packaged default. A policy file may be partial: it is laid over the packaged default key by key.
+
+Not here: the shape of what is loaded (``job``, ``policy``) and the text of errors (``errors``).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from everstep.spec.errors import Locate, Problem, SpecError, problems_of, quote, show
+from everstep.spec.job import JobSpec
+from everstep.spec.overlay import merge, overlay_locs, policy_hash, snapshot, with_overrides
+from everstep.spec.policy import Policy, PolicySnapshot
+from everstep.spec.yaml_text import TEXT_BYTES_MAX, locator, plain_data
+
+CONFIG_ENV = "EVERSTEP_CONFIG"
+SYSTEM_CONFIG = Path("/etc/everstep")
+POLICY_FILE = "policy.yaml"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """A whole policy, and where it came from."""
+
+    policy: Policy
+    hash: str
+    """First 16 hex digits of the SHA-256 of the canonical JSON."""
+    text: str
+    """The file as the operator wrote it, comments and all."""
+    source: str
+    """Where it came from, for people: a path, and ``(default)`` for the installation's own."""
+
+
+def checkout_config() -> Path | None:
+    """``config/`` of the checkout this package runs from; None when it was installed."""
+    root = _PACKAGE.parent
+    ours = (root / "pyproject.toml").is_file() and (root / "workflows").is_dir()
+    return root / "config" if ours else None
+
+
+def packaged_config() -> Path:
+    """The directory of the defaults: inside of the wheel, or the checkout's own."""
+    inside = _PACKAGE / "_app" / "config"
+    return inside if inside.is_dir() else (checkout_config() or inside)
+
+
+def find_config(
+    name: str, *, flag: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Path:
+    """The configuration file ``name``, by the order of lookup.
+
+    Raises:
+        SpecError: ``EVERSTEP_CONFIG`` names no directory.
+    """
+    if flag is not None:
+        return flag
+    places = [checkout_config(), SYSTEM_CONFIG, packaged_config()]
+    chosen = environ.get(CONFIG_ENV)
+    if chosen:
+        if not Path(chosen).is_dir():
+            accepted = f"the directory that holds {name} is needed"
+            raise SpecError([Problem(CONFIG_ENV, quote(chosen), accepted)])
+        places.insert(0, Path(chosen))
+    for place in places:
+        if place is not None and (place / name).is_file():
+            return place / name
+    return packaged_config() / name
+
+
+def load_job_spec(path: Path) -> JobSpec:
+    """Read and check a job spec (YAML or JSON).
+
+    Raises:
+        SpecError: with every problem that was found, one line each.
+    """
+    text = read_text(path)
+    return job_spec_from_text(text, str(path))
+
+
+def job_spec_from_text(text: str, source: str) -> JobSpec:
+    """Check a job spec that is already in memory; ``source`` names it in errors."""
+    data = _mapping(text, source, "a job spec needs at least `name` and `command`")
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        located = problems_of(error, model=JobSpec, source=source, locate=locator(text))
+        raise SpecError(located) from None
+
+
+def load_policy(path: Path | None, *, environ: Mapping[str, str] = os.environ) -> LoadedPolicy:
+    """Read and check a policy file, or the one that the order of lookup finds.
+
+    Raises:
+        SpecError: with every problem that was found, one line each.
+    """
+    found = find_config(POLICY_FILE, flag=path, environ=environ)
+    text = read_text(found)
+    packaged = packaged_config() / POLICY_FILE
+    if found.resolve() == packaged.resolve():
+        return policy_from_text(text, f"{found} (default)", base={}, name=str(found))
+    base = _mapping(read_text(packaged), str(packaged), "")
+    return policy_from_text(text, str(found), base=base)
+
+
+def policy_from_text(
+    text: str, source: str, *, base: Mapping[str, Any] | None = None, name: str | None = None
+) -> LoadedPolicy:
+    """Check a policy that is already in memory, laid over ``base`` (None: the packaged default).
+
+    Args:
+        text: YAML or JSON, whole or partial.
+        source: where it came from, kept with the policy.
+        base: a whole policy as plain data; ``{}`` when the text must be whole itself.
+        name: the file's name in errors, when it is not ``source``.
+
+    Raises:
+        SpecError: with every problem that was found, one line each.
+    """
+    shown = name or source
+    data = _mapping(text, shown, "keys like `detection:` and `ladder:` are needed")
+    if base is None:
+        packaged = packaged_config() / POLICY_FILE
+        base = _mapping(read_text(packaged), str(packaged), "")
+    locate = locator(text)
+    wrong = [
+        replace(problem, source=shown, line=locate(loc)) for problem, loc in overlay_locs(data)
+    ]
+    if wrong:
+        raise SpecError(sorted(wrong, key=lambda p: p.line or 0))
+    try:
+        policy = Policy.model_validate(merge(base, data))
+    except ValidationError as error:
+        raise SpecError(problems_of(error, model=Policy, source=shown, locate=locate)) from None
+    return LoadedPolicy(policy, policy_hash(policy), text, source)
+
+
+def snapshot_for_job(loaded: LoadedPolicy, overrides: Mapping[str, Any]) -> PolicySnapshot:
+    """The policy as one job sees it, with the job's ``policy`` block laid over it.
+
+    Raises:
+        SpecError: the job's overrides are not accepted.
+    """
+    return snapshot(loaded.policy, loaded.source, overrides)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file a person named, within bounds.
+
+    Raises:
+        SpecError: it cannot be read, is too large, or is not text.
+    """
+    shown = str(path)
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            _refuse(shown, "a directory", "a YAML or JSON file is needed")
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+            _refuse(shown, "a device or socket", "a YAML or JSON file is needed")
+        with path.open("rb") as file:
+            raw = file.read(TEXT_BYTES_MAX + 1)
+    except FileNotFoundError:
+        _refuse(shown, "no such file", "the path of a YAML or JSON file is needed")
+    except PermissionError:
+        _refuse(shown, "a file that may not be read", "give this user read permission")
+    except (OSError, ValueError) as error:
+        _refuse(shown, "a file that cannot be read", getattr(error, "strerror", None) or str(error))
+    if len(raw) > TEXT_BYTES_MAX:
+        _refuse(shown, "a file that is too large", f"at most {TEXT_BYTES_MAX // 1024} KiB")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        _refuse(shown, "bytes that are not UTF-8 text", "a YAML or JSON file is needed")
+
+
+def _mapping(text: str, source: str, hint: str) -> dict[str, Any]:
+    data = plain_data(text, source)
+    if data is None:
+        _refuse(source, "an empty file", hint)
+    if not isinstance(data, dict):
+        _refuse(source, show(data), f"a mapping is needed: {hint}", line=1)
+    return data
+
+
+def _refuse(source: str, got: str, accepted: str, *, line: int | None = None) -> NoReturn:
+    raise SpecError([Problem("", got, accepted, source, line)]) from None
+
+
+__all__ = [
+    "LoadedPolicy",
+    "Locate",
+    "SpecError",
+    "find_config",
+    "job_spec_from_text",
+    "load_job_spec",
+    "load_policy",
+    "policy_from_text",
+    "read_text",
+    "snapshot_for_job",
+    "with_overrides",
+]

@@ -1,0 +1,115 @@
+"""Partial policies: a file or a job's ``policy`` block, laid over a whole one key by key.
+
+No I/O: workflows and activities use it on what they were given. Files are ``everstep.spec.load``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from everstep.spec.errors import Loc, Problem, SpecError, dotted, problems_of, show, suggest
+from everstep.spec.policy import Policy, PolicySnapshot
+
+HASH_DIGITS = 16
+
+
+def canonical_json(policy: Policy) -> str:
+    """The same text for the same policy, wherever and whenever it is made."""
+    return json.dumps(policy.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+
+def policy_hash(policy: Policy) -> str:
+    """First digits of the SHA-256 of the canonical JSON: the policy's version for decisions."""
+    return hashlib.sha256(canonical_json(policy).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid over ``base``: sections key by key, everything else replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both_sections = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(below, value) if both_sections else value
+    return merged
+
+
+def overlay_problems(over: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """What is wrong with a partial policy, each key judged by itself."""
+    return tuple(problem for problem, _ in _section_problems(Policy, over, ()))
+
+
+def with_overrides(policy: Policy, over: Mapping[str, Any]) -> Policy:
+    """``policy`` with a partial one laid over it.
+
+    Raises:
+        SpecError: a key of ``over`` is not known or its value not accepted.
+    """
+    found = overlay_problems(over)
+    if found:
+        raise SpecError(found)
+    if not over:
+        return policy
+    try:
+        return Policy.model_validate(merge(policy.model_dump(mode="json"), over))
+    except ValidationError as error:  # a rule between two keys
+        raise SpecError(problems_of(error, model=Policy)) from None
+
+
+def snapshot(policy: Policy, source: str, overrides: Mapping[str, Any]) -> PolicySnapshot:
+    """The policy as one job sees it.
+
+    Raises:
+        SpecError: the job's overrides are not accepted.
+    """
+    try:
+        merged = with_overrides(policy, overrides)
+    except SpecError as error:
+        raise SpecError(
+            replace(p, key=f"policy.{p.key}" if p.key else "policy") for p in error.problems
+        ) from None
+    where = f"{source} with the job's overrides" if overrides else source
+    return PolicySnapshot(policy=merged, hash=policy_hash(merged), source=where)
+
+
+def overlay_locs(over: Mapping[str, Any]) -> tuple[tuple[Problem, Loc], ...]:
+    """As ``overlay_problems``, with the path of each for finding its line."""
+    return tuple(_section_problems(Policy, over, ()))
+
+
+def _section_problems(
+    model: type[BaseModel], over: Mapping[str, Any], loc: Loc
+) -> list[tuple[Problem, Loc]]:
+    found: list[tuple[Problem, Loc]] = []
+    for key, value in over.items():
+        here = (*loc, key)
+        field = model.model_fields.get(key)
+        if field is None:
+            accepted = suggest(str(key), model.model_fields)
+            found.append((Problem(dotted(here), "a key that is not known", accepted), here))
+            continue
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            if isinstance(value, Mapping):
+                found += _section_problems(section, value, here)
+            else:
+                problem = Problem(
+                    dotted(here), show(value, loc=here), "a section with keys is needed"
+                )
+                found.append((problem, here))
+            continue
+        found += [(p, here) for p in _value_problems(field.rebuild_annotation(), value, here)]
+    return found
+
+
+def _value_problems(annotation: Any, value: Any, loc: Loc) -> list[Problem]:
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        return [replace(p, key=dotted(loc)) for p in problems_of(error)[:1]]
+    return []
