@@ -1,9 +1,9 @@
 """Build hook: carries the application's generically named folders into wheels.
 
-``workflows``, ``activities``, ``workers`` and ``config`` are import names or folder names that other
-projects have as well, so they must never stand bare in ``site-packages``. A wheel has them, and the
-demo's jobs, under ``everstep/_app/``; ``everstep._bootstrap`` puts that folder on the path of our own
-processes. An editable install needs none of it: its path file names the checkout.
+``workflows``, ``activities``, ``workers`` and ``config`` are names that other projects have as well,
+so they must never stand bare in ``site-packages``. A wheel has them, and the demo's jobs, under
+``everstep/_app/``; ``everstep._bootstrap`` puts that folder on the path of our own processes. An
+editable install needs none of it: its path file names the checkout.
 """
 
 from __future__ import annotations
