@@ -20,8 +20,8 @@ the controller's business).
 
 from __future__ import annotations
 
-from everstep_trainer._environment import BadEnvironment
 from everstep_trainer._errors import (
+    BadEnvironment,
     CheckpointUnreadable,
     SaveFailed,
     StaleGeneration,

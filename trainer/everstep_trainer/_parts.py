@@ -17,10 +17,11 @@ import json
 import os
 import struct
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from everstep_trainer import _codec
-from everstep_trainer._errors import CheckpointUnreadable
+from everstep_trainer._errors import CheckpointUnreadable, UnsupportedState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,9 +43,7 @@ class PartSummary(NamedTuple):
     sha256: str
 
 
-def write_part(
-    temporary: str, identity: Mapping[str, Any], state: _codec.Encoded
-) -> PartSummary:
+def write_part(temporary: Path, identity: Mapping[str, Any], state: _codec.Encoded) -> PartSummary:
     """Write a whole part to ``temporary`` and flush it to disk; renaming it is the caller's.
 
     Raises:
@@ -61,15 +60,15 @@ def write_part(
     }
     encoded = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(encoded) > HEADER_BYTES_MAX:
-        raise _codec.UnsupportedState(
-            f"the state has {len(encoded)} bytes of plain Python values; at most {HEADER_BYTES_MAX} "
-            "can be stored: put large lists of numbers into arrays"
+        raise UnsupportedState(
+            f"the state has {len(encoded)} bytes of plain Python values; at most "
+            f"{HEADER_BYTES_MAX} can be stored: put large lists of numbers into arrays"
         )
     digest = hashlib.sha256()
-    with open(temporary, "wb", buffering=0) as file:
+    with temporary.open("wb", buffering=0) as file:
         _write(file, digest, _PREFIX.pack(MAGIC, len(encoded)) + encoded)
         at = 0
-        for blob, source in zip(state.blobs, state.sources):
+        for blob, source in zip(state.blobs, state.sources):  # noqa: B905 - Python 3.9
             if blob["offset"] > at:
                 _write(file, digest, bytes(blob["offset"] - at))
             view, _keep = _codec.raw_bytes(source)
@@ -83,10 +82,10 @@ def write_part(
     return PartSummary(header, size, digest.hexdigest())
 
 
-def read_summary(path: str) -> PartSummary | None:
+def read_summary(path: Path) -> PartSummary | None:
     """Header and checksum of a part whose size is right, or None: missing, cut off or foreign."""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             header, size = _read_header(file, hashlib.sha256())
             file.seek(-DIGEST_BYTES, os.SEEK_END)
             return PartSummary(header, size, file.read(DIGEST_BYTES).hex())
@@ -94,7 +93,7 @@ def read_summary(path: str) -> PartSummary | None:
         return None
 
 
-def read_part(path: str, expected: Mapping[str, Any], sha256: str | None = None) -> Any:
+def read_part(path: Path, expected: Mapping[str, Any], sha256: str | None = None) -> Any:
     """The state in a part, verified to the last byte.
 
     Args:
@@ -106,7 +105,7 @@ def read_part(path: str, expected: Mapping[str, Any], sha256: str | None = None)
         CheckpointUnreadable: anything is not as it should be; the message names the file.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             return _read_state(file, expected, sha256)
     except CheckpointUnreadable as why:
         raise CheckpointUnreadable(f"cannot resume from {path}: {why}") from None

@@ -102,7 +102,7 @@ class ProgressBlock:
         """Every step that was reported with a loss or gradient norm that is not finite."""
         self.last_is_finite = True
         """False when the newest report was one of those."""
-        (seq,) = _SEQ.unpack_from(memory, _SEQ_AT)
+        seq: int = _SEQ.unpack_from(memory, _SEQ_AT)[0]
         self._seq = (seq + 1) & ~1  # goes on where a previous writer of the same file ended
         begun = self._begin()
         _STEP.pack_into(
@@ -114,9 +114,7 @@ class ProgressBlock:
         self._end(begun)
         memory[: len(MAGIC)] = MAGIC
 
-    def report(
-        self, step: int, loss: float | None = None, grad_norm: float | None = None
-    ) -> None:
+    def report(self, step: int, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Step ``step`` is complete. Everything in here counts: it runs once per training step."""
         flags = self._flags & ~3
         finite = True
@@ -158,9 +156,7 @@ class ProgressBlock:
     def write_section(self, depth: int, entered_ns: int, limit_s: float, name: str) -> None:
         """The innermost declared section; at depth 0 the instant the last one was left."""
         begun = self._begin()
-        _SECTION.pack_into(
-            self._memory, _SECTION_AT, depth, entered_ns, limit_s, _fit(name, 64)
-        )
+        _SECTION.pack_into(self._memory, _SECTION_AT, depth, entered_ns, limit_s, _fit(name, 64))
         self._end(begun)
 
     def write_committed(self, step: int) -> None:

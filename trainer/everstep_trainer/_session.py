@@ -190,10 +190,28 @@ class Session:
             state = self._store.load(self.rank if rank is None else rank)
         return restore.step, state
 
+    # ---- called by the interpreter ----------------------------------------------------------
+
+    def finish(self) -> None:
+        """Called at the end of the interpreter: note that it came by itself."""
+        if os.getpid() != self._pid or hasattr(sys, "last_type"):
+            return  # a forked child, or an exception has ended the script
+        if self._store is not None:
+            with contextlib.suppress(OSError, ValueError, StaleGeneration):
+                newest = self._store.complete_pending()
+                if newest >= 0:
+                    self._block.write_committed(newest)
+        self._block.write_finished()
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child (a data loader's worker, say): only the parent reports."""
+        self._block.detach()
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _save(self, step: int, state: Any) -> SaveResult:
-        if self._store is None or not self._environment.checkpoint_dir:
+        store = self._store
+        if store is None or not self._environment.checkpoint_dir:
             self._warn("EVERSTEP_CHECKPOINT_DIR is not set: nothing is saved")
             return SaveResult(ok=False, step=step, error="EVERSTEP_CHECKPOINT_DIR is not set")
         if step in self._block.nonfinite_steps or not self._block.last_is_finite:
@@ -201,11 +219,11 @@ class Session:
             self._warn(f"step {step} is not saved: {error}", once_per="nonfinite")
             return SaveResult(ok=False, step=step, error=error)
         encoded = _codec.encode(state)
-        path = self._store.folder(step)
+        path = str(store.folder(step))
         try:
-            newest = self._store.complete_pending()
-            size = self._store.write(step, encoded)
-            complete = self._store.complete(step)
+            newest = store.complete_pending()
+            size = store.write(step, encoded)
+            complete = store.complete(step)
         except (OSError, ValueError) as error:
             return self._failed(step, _describe(error))
         newest = max(newest, step if complete else -1)
@@ -213,7 +231,7 @@ class Session:
             self._block.write_committed(newest)
         self._warned -= {"save", "nonfinite"}  # the next failure is news again
         if self.rank == 0:
-            self._prune()
+            self._prune(store)
         return SaveResult(ok=True, step=step, complete=complete, path=path, bytes=size)
 
     def _failed(self, step: int, error: str) -> SaveResult:
@@ -224,10 +242,9 @@ class Session:
         )
         return SaveResult(ok=False, step=step, error=error)
 
-    def _prune(self) -> None:
-        assert self._store is not None
+    def _prune(self, store: _store.Store) -> None:
         try:
-            self._store.prune()
+            store.prune()
         except (OSError, ValueError) as error:
             self._warn(f"old checkpoints were not removed: {_describe(error)}", once_per="prune")
 
@@ -252,22 +269,8 @@ class Session:
         key = once_per or message
         if key not in self._warned:
             self._warned.add(key)
-            print(f"everstep_trainer: rank {self.rank}: {message}", file=sys.stderr, flush=True)
-
-    def _finish(self) -> None:
-        """At the normal end of the interpreter: a last look at what is not complete yet."""
-        if os.getpid() != self._pid or hasattr(sys, "last_type"):
-            return  # a forked child, or an exception has ended the script
-        if self._store is not None:
-            with contextlib.suppress(OSError, ValueError, StaleGeneration):
-                newest = self._store.complete_pending()
-                if newest >= 0:
-                    self._block.write_committed(newest)
-        self._block.write_finished()
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child (a data loader's worker, say): the parent alone speaks for the rank."""
-        self._block.detach()
+            sys.stderr.write(f"everstep_trainer: rank {self.rank}: {message}\n")
+            sys.stderr.flush()
 
 
 def _describe(error: Exception) -> str:
@@ -291,8 +294,8 @@ def attach() -> Session:
     if _session is None:
         session = Session(os.environ)
         if session.active:
-            atexit.register(session._finish)
-            os.register_at_fork(after_in_child=session._leave_to_parent)
+            atexit.register(session.finish)
+            os.register_at_fork(after_in_child=session.leave_to_parent)
         _session = session
     return _session
 

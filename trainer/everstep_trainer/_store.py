@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from everstep_trainer import _codec, _parts
@@ -54,7 +55,7 @@ class Store:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._directory: str = environment.checkpoint_dir or ""
+        self._directory = Path(environment.checkpoint_dir or "")
         self._rank = environment.rank
         self._generation = environment.generation
         self._pending: list[int] = []
@@ -68,26 +69,26 @@ class Store:
             StaleGeneration: a newer run exists.
         """
         folder = self.folder(step)
-        part = os.path.join(folder, _part_name(self._rank))
+        part = folder / _part_name(self._rank)
         self.check_fence()
         there = _parts.read_summary(part)
         if there is not None and self._is_ours(there.header, step, self._rank):
             return there.size
         with contextlib.suppress(FileExistsError):
-            os.makedirs(folder)
+            folder.mkdir(parents=True)
             _sync_directory(self._directory)
         # While our part is missing, nothing here can be our run's complete checkpoint: it was left
         # by somebody who used the same generation before (a ledger that was lost, say).
-        _remove_file(os.path.join(folder, COMPLETE))
-        temporary = f"{part}.tmp"
+        _remove_file(folder / COMPLETE)
+        temporary = part.with_name(f"{part.name}.tmp")
         try:
             size = _parts.write_part(temporary, self._identity(step, self._rank), state).size
             self.check_fence()
-            os.replace(temporary, part)
+            temporary.replace(part)
         except BaseException as error:
             _remove_file(temporary)
             if isinstance(error, OSError) and error.filename is None:
-                error.filename = part  # write() does not say where
+                error.filename = str(part)  # write() does not say where
             raise
         _sync_directory(folder)
         self._pending.append(step)
@@ -101,18 +102,18 @@ class Store:
             StaleGeneration: a newer run exists.
         """
         folder = self.folder(step)
-        if os.path.exists(os.path.join(folder, COMPLETE)):  # ours, since `write` removed any other
+        if (folder / COMPLETE).exists():  # ours, since `write` removed any other
             self._settle(step)
             return True
         parts: dict[str, dict[str, Any]] = {}
         # Backwards, since the last rank's part is the likeliest to be missing still.
         for rank in reversed(range(self._environment.world_size)):
-            summary = _parts.read_summary(os.path.join(folder, _part_name(rank)))
+            summary = _parts.read_summary(folder / _part_name(rank))
             if summary is None or not self._is_ours(summary.header, step, rank):
                 return False
             parts[str(rank)] = {"bytes": summary.size, "sha256": summary.sha256}
         _sync_directory(folder)  # the others' renames must not come after ours
-        temporary = os.path.join(folder, f"{COMPLETE}.{self._rank}.tmp")
+        temporary = folder / f"{COMPLETE}.{self._rank}.tmp"
         content = {
             "step": step,
             "generation": self._generation,
@@ -121,12 +122,12 @@ class Store:
             "parts": {rank: parts[rank] for rank in sorted(parts, key=int)},
         }
         try:
-            with open(temporary, "w", encoding="ascii") as file:
+            with temporary.open("w", encoding="ascii") as file:
                 json.dump(content, file)
                 file.flush()
                 os.fsync(file.fileno())
             self.check_fence()
-            os.replace(temporary, os.path.join(folder, COMPLETE))
+            temporary.replace(folder / COMPLETE)
         except BaseException:
             _remove_file(temporary)
             raise
@@ -135,8 +136,9 @@ class Store:
         return True
 
     def complete_pending(self, newest: int = -1) -> int:
-        """Look at unfinished checkpoints again: another rank's part may only now be visible (on a
-        network file system), or its rank was killed between the two renames.
+        """Look at this rank's unfinished checkpoints again.
+
+        On a network file system another rank's part may only now be visible.
 
         Returns:
             The newest step that turned out to be complete, or ``newest``.
@@ -146,9 +148,9 @@ class Store:
                 newest = max(newest, step)
         for step in self._pending[:-PENDING_MAX]:
             self._pending.remove(step)
-            _remove_file(os.path.join(self.folder(step), _part_name(self._rank)))
+            _remove_file(self.folder(step) / _part_name(self._rank))
             with contextlib.suppress(OSError):  # somebody else's part is still in it
-                os.rmdir(self.folder(step))
+                self.folder(step).rmdir()
         return newest
 
     def prune(self) -> None:
@@ -165,18 +167,17 @@ class Store:
         own = [f for f in found if f in whole and f.generation == self._generation]
         ours = [f for f in found if f in whole and _is_on_our_line(f, self._generation, restored)]
         doomed = set(ours[:-keep])
+        if own:
+            # Off our line of history for good, and something better is there.
+            doomed |= whole.difference(ours)
         for f in found:
-            if f in whole:
-                # Off our line of history for good, but only once something better is there.
-                if own and f not in ours:
-                    doomed.add(f)
-            elif not os.path.lexists(os.path.join(self._directory, f.name, COMPLETE)):
-                # Will never be completed when its run is over, or has gone past it. (One that has
-                # its COMPLETE.json and looks broken may just be unreadable now: it is left alone.)
-                if f.generation < self._generation or (own and f < own[-1]):
-                    doomed.add(f)
+            # Its run is over, or has gone past it: it will never be completed.
+            abandoned = f.generation < self._generation or bool(own and f < own[-1])
+            # One that has its COMPLETE.json and looks broken may just be unreadable now.
+            if abandoned and not os.path.lexists(self._directory / f.name / COMPLETE):
+                doomed.add(f)
         for f in sorted(doomed):
-            _remove_folder(os.path.join(self._directory, f.name))
+            _remove_folder(self._directory / f.name)
 
     def load(self, rank: int) -> Any:
         """State in one rank's part of the checkpoint that this run starts from.
@@ -186,10 +187,11 @@ class Store:
             StaleGeneration: a newer run exists.
         """
         restore = self._environment.restore
-        assert restore is not None
+        if restore is None:
+            raise ValueError("this run starts from scratch")
         with contextlib.suppress(OSError, ValueError):  # reading needs no fence, it is only earlier
             self.check_fence()
-        path = os.path.join(restore.path, COMPLETE)
+        path = Path(restore.path) / COMPLETE
         content = _read_complete(path)
         world_size = content.get("world_size")
         if world_size != self._environment.world_size:
@@ -206,7 +208,9 @@ class Store:
         noted = content["parts"].get(str(rank))
         sha256 = noted.get("sha256") if isinstance(noted, dict) else None
         if not isinstance(sha256, str):
-            raise CheckpointUnreadable(f"cannot resume from {path}: it names no part of rank {rank}")
+            raise CheckpointUnreadable(
+                f"cannot resume from {path}: it names no part of rank {rank}"
+            )
         expected = {
             "job_id": self._environment.job_id,
             "step": restore.step,
@@ -214,7 +218,7 @@ class Store:
             "rank": rank,
             "world_size": world_size,
         }
-        return _parts.read_part(os.path.join(restore.path, _part_name(rank)), expected, sha256)
+        return _parts.read_part(Path(restore.path) / _part_name(rank), expected, sha256)
 
     def check_fence(self) -> None:
         """Raise unless this run may commit.
@@ -225,30 +229,31 @@ class Store:
         """
         if self._is_fenced():
             raise StaleGeneration(
-                f"generation {self._generation} of job {self._environment.job_id} has been replaced "
-                f"by a newer run (see {os.path.join(self._directory, FENCE)}): its checkpoint is refused"
+                f"generation {self._generation} of job {self._environment.job_id} has been "
+                f"replaced by a newer run (see {self._directory / FENCE}): "
+                "its checkpoint is refused"
             )
 
     def _is_fenced(self) -> bool:
         try:
-            with open(os.path.join(self._directory, FENCE), encoding="ascii") as file:
+            with (self._directory / FENCE).open(encoding="ascii") as file:
                 content = json.loads(file.read(4096))
         except FileNotFoundError:
             return False
         lowest = content.get("min_generation") if isinstance(content, dict) else None
         if not isinstance(lowest, int):
-            raise ValueError(f"{os.path.join(self._directory, FENCE)} holds no min_generation")
+            raise ValueError(f"{self._directory / FENCE} holds no min_generation")  # noqa: TRY004
         return lowest > self._generation
 
     def _is_whole(self, found: Found) -> bool:
         """True when COMPLETE.json is there and the parts it names are, with their sizes."""
         if found in self._seen_whole:
             return True
-        folder = os.path.join(self._directory, found.name)
+        folder = self._directory / found.name
         try:
-            content = _read_complete(os.path.join(folder, COMPLETE))
+            content = _read_complete(folder / COMPLETE)
             whole = bool(content["parts"]) and all(
-                os.path.getsize(os.path.join(folder, _part_name(int(rank)))) == part["bytes"]
+                (folder / _part_name(int(rank))).stat().st_size == part["bytes"]
                 for rank, part in content["parts"].items()
             )
         except (CheckpointUnreadable, OSError, ValueError, KeyError, TypeError):
@@ -274,12 +279,12 @@ class Store:
             "world_size": self._environment.world_size,
         }
 
-    def folder(self, step: int) -> str:
+    def folder(self, step: int) -> Path:
         """Path of the folder that holds this run's checkpoint after ``step``."""
-        return os.path.join(self._directory, f"step-{step:012d}.g{self._generation:06d}")
+        return self._directory / f"step-{step:012d}.g{self._generation:06d}"
 
     def _list(self) -> list[Found]:
-        matches = (_FOLDER.fullmatch(name) for name in os.listdir(self._directory))
+        matches = (_FOLDER.fullmatch(name) for name in os.listdir(self._directory))  # noqa: PTH208 - names, not paths
         return [Found(int(m[1]), int(m[2]), m[0]) for m in matches if m]
 
 
@@ -290,9 +295,9 @@ def _is_on_our_line(found: Found, generation: int, restored: RestorePoint | None
     return restored is not None and found.is_at_or_before(restored.step, restored.generation)
 
 
-def _read_complete(path: str) -> dict[str, Any]:
+def _read_complete(path: Path) -> dict[str, Any]:
     try:
-        with open(path, encoding="ascii") as file:
+        with path.open(encoding="ascii") as file:
             content = json.load(file)
     except OSError as error:
         raise CheckpointUnreadable(f"cannot resume from {path}: {error.strerror}") from None
@@ -307,21 +312,21 @@ def _part_name(rank: int) -> str:
     return f"rank-{rank}.part"
 
 
-def _remove_folder(folder: str) -> None:
+def _remove_folder(folder: Path) -> None:
     # Without COMPLETE.json it is no checkpoint any more, so it does not matter how far we get.
-    _remove_file(os.path.join(folder, COMPLETE))
+    _remove_file(folder / COMPLETE)
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            _remove_file(os.path.join(folder, name))
-        os.rmdir(folder)
+        for path in tuple(folder.iterdir()):
+            _remove_file(path)
+        folder.rmdir()
 
 
-def _remove_file(path: str) -> None:
+def _remove_file(path: Path) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        path.unlink()
 
 
-def _sync_directory(path: str) -> None:
+def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

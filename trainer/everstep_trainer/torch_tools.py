@@ -12,6 +12,7 @@ Not here: saving and loading (the session does that).
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
@@ -62,7 +63,7 @@ def rng_state() -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     # Asking for the GPUs' state would initialise CUDA in scripts that do not use it.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -74,8 +75,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy
-
+        numpy = importlib.import_module("numpy")
         numpy.random.set_state(state["numpy"])
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])
