@@ -392,6 +392,8 @@ class RecordProgress(Message):
     phase: JobPhase
     phases: tuple[RecordPhase, ...] = ()
     code_version: str | None = None
+    at: datetime | None = None
+    """When the job entered the phase (the workflow's clock): an older word never undoes a newer."""
 
 
 class RecordIncident(Message):
