@@ -158,9 +158,7 @@ class _Answer:
         ]
         if code is ErrorCode.UNAUTHORIZED:
             headers.append((b"www-authenticate", b"Bearer"))
-        await self.send(
-            {"type": "http.response.start", "status": STATUS[code], "headers": headers}
-        )
+        await self.send({"type": "http.response.start", "status": STATUS[code], "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
 

@@ -105,7 +105,7 @@ class EventRing:
         reason: str = "",
         data: dict[str, Any] | None = None,
         at_monotonic: float | None = None,
-    ) -> RingEvent:
+    ) -> None:
         """Keep a fact and wake the streams; never raises for a disk that does not want it."""
         with self._lock:
             event = RingEvent(
@@ -126,7 +126,6 @@ class EventRing:
         self._tell_problem()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
-        return event
 
     def read(self, after_seq: int, events_max: int = 64) -> Reading:
         """The next events after ``after_seq``."""

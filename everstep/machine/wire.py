@@ -18,7 +18,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -76,9 +76,9 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.conn.their_state is not h11.IDLE:
             self._stop_deadline()
-        if self.scope is not None and SCOPE_KEY not in self.scope:
+        if self.cycle is not None:
             # The handler's task was created above and has not run yet.
-            self.scope[SCOPE_KEY] = self  # type: ignore[typeddict-unknown-key]
+            cast("dict[str, Any]", self.cycle.scope).setdefault(SCOPE_KEY, self)
 
     def prove(self) -> None:
         """The connection has shown a right token: it no longer counts as a stranger's."""

@@ -164,7 +164,7 @@ class Shutdown(Command):
     """Stop all runs as a planned stop and end the agent (the machine goes down for service)."""
 
 
-class ShutDown(Message):
+class ShutdownDone(Message):
     """All runs are stopped and the agent is about to end."""
 
     stopped: dict[str, int] = Field(default_factory=dict)
