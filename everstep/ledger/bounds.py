@@ -1,0 +1,89 @@
+"""How much evidence the ledger keeps of one round: enough to explain it, never without a limit.
+
+A crash of ten thousand ranks brings ten thousand reports with log lines. What is left out is said
+in words, so that nobody takes the rest for everything. What goes first matters least: the lines of
+ranks that we stopped ourselves are collateral.
+
+Not here: how long evidence is kept (``policies.prune``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from everstep.decide.attribution import MachineReport, RankReport
+from everstep.spec.messages import ObservationRecord
+
+REPORTS_BYTES_MAX = 256 * 1024
+OBSERVATIONS_MAX = 256
+OBSERVATION_DATA_BYTES_MAX = 4 * 1024
+EVIDENCE_LINES_MAX = 200
+
+_REPORT = TypeAdapter(MachineReport)
+
+
+def bounded_reports(reports: Sequence[MachineReport]) -> tuple[list[dict[str, Any]], str]:
+    """``reports`` as JSON within ``REPORTS_BYTES_MAX``, and what was left out."""
+    kept = list(reports)
+    stages: tuple[tuple[str, Callable[[RankReport], RankReport | None]], ...] = (
+        ("log lines of stopped ranks", lambda r: _silent(r) if r.stopped_by_us else r),
+        ("ranks that were stopped", lambda r: None if r.stopped_by_us else r),
+        ("all but the last log line", lambda r: replace(r, log_lines=r.log_lines[-1:])),
+        ("log lines", _silent),
+    )
+    data, cut = _dump(kept), []
+    for what, stage in stages:
+        if _size(data) <= REPORTS_BYTES_MAX:
+            break
+        kept = [_without(report, stage) for report in kept]
+        data = _dump(kept)
+        cut.append(what)
+    else:
+        data, dropped = _first_fitting(data)
+        if dropped:
+            cut.append(f"{dropped} of {len(reports)} machines")
+    return data, f"left out: {', '.join(cut)}" if cut else ""
+
+
+def bounded_data(observation: ObservationRecord) -> dict[str, Any]:
+    """The observation's ``data`` within its limit, else a note of its size."""
+    data = observation.model_dump(mode="json")["data"]
+    size = _size(data)
+    if size <= OBSERVATION_DATA_BYTES_MAX:
+        return dict(data)
+    return {"left_out": f"{size} bytes, more than {OBSERVATION_DATA_BYTES_MAX}"}
+
+
+def _silent(rank: RankReport) -> RankReport:
+    return replace(rank, log_lines=())
+
+
+def _without(
+    report: MachineReport, stage: Callable[[RankReport], RankReport | None]
+) -> MachineReport:
+    ranks = (stage(rank) for rank in report.ranks)
+    return replace(report, ranks=tuple(rank for rank in ranks if rank is not None))
+
+
+def _dump(reports: Sequence[MachineReport]) -> list[dict[str, Any]]:
+    return [_REPORT.dump_python(report, mode="json") for report in reports]
+
+
+def _size(data: Any) -> int:
+    return len(json.dumps(data))
+
+
+def _first_fitting(data: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """As many reports as fit, and how many did not."""
+    kept, total = [], 0
+    for report in data:
+        total += _size(report) + 2
+        if total > REPORTS_BYTES_MAX:
+            break
+        kept.append(report)
+    return kept, len(data) - len(kept)

@@ -1,0 +1,1 @@
+"""Migrations of the ledger, run by ``everstep.ledger.schema``; never edited once released."""
