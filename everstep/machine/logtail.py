@@ -1,0 +1,105 @@
+"""The last lines of a rank's log, whatever the rank has written into it.
+
+Reads a bounded tail, survives binary garbage, progress bars (carriage returns) and terminal
+colours, and asks ``everstep.decide.logs`` what the lines mean. Not here: the classification itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from everstep.decide.words import LogClass
+
+TAIL_BYTES = 64 * 1024
+LINES_MAX = 200
+LINE_CHARACTERS_MAX = 300
+FULL_BELOW_BYTES = 64 * 1024
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+
+def clean(line: str) -> str:
+    """One line as a person would see it, cut to its limit."""
+    line = _ESCAPE.sub("", line[: 8 * LINE_CHARACTERS_MAX])
+    line = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in line).rstrip()
+    return line if len(line) <= LINE_CHARACTERS_MAX else line[: LINE_CHARACTERS_MAX - 1] + "…"
+
+
+def tail_bytes(path: Path, size: int) -> bytes:
+    """The last ``size`` bytes of a file; empty when it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return b""
+    try:
+        length = os.fstat(fd).st_size
+        return os.pread(fd, size, max(0, length - size))
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+def tail_lines(path: Path) -> list[str]:
+    """The last lines that are not blank, oldest first."""
+    raw = tail_bytes(path, TAIL_BYTES)
+    if len(raw) == TAIL_BYTES:
+        raw = raw.partition(b"\n")[2] or raw  # the first line is most likely a torn one
+    lines = []
+    for line in raw.decode("utf-8", "replace").split("\n"):
+        # A carriage return overwrites the line on a terminal: what came last is what one sees.
+        shown = clean(line.rstrip("\r").rpartition("\r")[2])
+        if shown.strip("\ufffd \t"):
+            lines.append(shown)
+    return lines[-LINES_MAX:]
+
+
+def _error_file_lines(path: Path) -> list[str]:
+    """Lines of the error file that ``torch.distributed.elastic``'s ``@record`` writes."""
+    try:
+        message = json.loads(tail_bytes(path, TAIL_BYTES))["message"]
+    except (ValueError, TypeError, KeyError):
+        return []
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        message = stack or message.get("message") or ""
+    return [clean(line) for line in str(message).splitlines() if line.strip()][-LINES_MAX:]
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        stats = os.statvfs(folder)
+    except OSError:
+        return False
+    return stats.f_bavail * stats.f_frsize < FULL_BELOW_BYTES
+
+
+def classify_log(log: Path, error_file: Path) -> tuple[LogClass, tuple[str, ...]]:
+    """What the end of a rank's log says, and the lines that say it."""
+    from everstep.decide.logs import classify_lines
+
+    log_class, lines = classify_lines(tail_lines(log))
+    if log_class in (LogClass.SILENT, LogClass.OTHER):
+        recorded = _error_file_lines(error_file)
+        if recorded:
+            log_class, lines = classify_lines(recorded)
+    if log_class in (LogClass.SILENT, LogClass.OTHER) and _is_full(log.parent):
+        # The rank could not even write down what happened to it.
+        log_class, lines = LogClass.DISK_FULL, (*lines, f"no space left in {log.parent}")
+    return log_class, tuple(clean(line) for line in lines)
+
+
+def within(lines: Sequence[str], budget: int) -> tuple[str, ...]:
+    """The last of the lines that fit into ``budget`` bytes of JSON together."""
+    kept: list[str] = []
+    for line in reversed(lines):
+        budget -= len(json.dumps(line)) + 2
+        if budget < 0:
+            break
+        kept.append(line)
+    return tuple(reversed(kept))

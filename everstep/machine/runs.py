@@ -1,0 +1,299 @@
+"""All runs of this machine: starting, adopting, stopping, and remembering what must not start.
+
+``RunManager`` is what the agent's API calls. It keeps one ``Run`` per run folder, ticks their
+monitors, and holds the rules between runs: one run of a job at a time, a stopped generation never
+starts (also when the stop came first), the newest folders are kept. Everything it knows lies in the
+state directory, so a new agent goes on where a killed one was.
+
+Not here: fencing by the controller's word and command ids (``commands``), and one run's life
+(``run``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from pathlib import Path
+
+import structlog
+
+from everstep.decide.attribution import MachineReport
+from everstep.machine import proc
+from everstep.machine.folder import RunFolder, RunRecord, run_folders
+from everstep.machine.guard import Refusal
+from everstep.machine.launch import Launcher, StateUnusable, find_user
+from everstep.machine.ports import Ports
+from everstep.machine.report import machine_report, run_state, run_summary
+from everstep.machine.reporter import Emit
+from everstep.machine.run import Run
+from everstep.spec.agent_api import ErrorCode, EventKind, RunPlan, RunState, RunSummary
+from everstep.spec.base import NAME_PATTERN
+
+_TICK_S = 0.1
+_HALF_STARTED_MAX_S = 10.0
+_STOPPED_FILE = "stopped"
+
+log = structlog.get_logger(__name__)
+
+
+class RunManager:
+    """The runs of one machine."""
+
+    def __init__(
+        self,
+        *,
+        state_dir: Path,
+        machine_id: str,
+        emit: Emit,
+        rank_user: str | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self._machine_id = machine_id
+        self._emit = emit
+        self._runs_dir = state_dir.absolute() / "runs"
+        self._runs: dict[tuple[str, int], Run] = {}
+        self._stopped: dict[str, int] = {}
+        """Job to the highest generation that was stopped here."""
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        try:
+            self._runs_dir.mkdir(parents=True, exist_ok=True)
+            self._launcher = Launcher(
+                self._runs_dir, machine_id=machine_id, emit=emit, user=find_user(rank_user)
+            )
+        except OSError as error:
+            raise StateUnusable(f"state directory {state_dir}: {error}") from None
+        self._ports = Ports(state_dir / "ports.json", address)
+
+    # --- taking over, letting go ----------------------------------------------------------------
+
+    async def adopt(self) -> None:
+        """Take over what an agent before us has left, and report what happened meanwhile."""
+        try:
+            found = run_folders(self._runs_dir)
+        except OSError as error:
+            raise StateUnusable(f"state directory {self._runs_dir}: {error}") from None
+        for job_id, generation, folder in found:
+            with contextlib.suppress(OSError, ValueError):
+                stopped = int((folder.path.parent / _STOPPED_FILE).read_text("ascii"))
+                self._stopped[job_id] = max(stopped, self._stopped.get(job_id, 0))
+            record = folder.read_plan()
+            if record is None or (record.job_id, record.generation) != (job_id, generation):
+                log.warning(
+                    "a run folder cannot be read and is left alone", folder=str(folder.path)
+                )
+                continue
+            await self._adopt_one(folder, record)
+        self._start_ticking()
+
+    async def _adopt_one(self, folder: RunFolder, record: RunRecord) -> None:
+        try:
+            run = Run(folder, record, self._emit)
+        except OSError as error:
+            log.warning("a run folder cannot be used", folder=str(folder.path), error=str(error))
+            return
+        if run.is_live and folder.read_shim() is None and not await self._half_started(folder):
+            # The agent before us died before it started anything: it never said that it did.
+            await asyncio.to_thread(folder.remove)
+            return
+        run.attach(fresh=False)
+        self._runs[record.job_id, record.generation] = run
+
+    async def _half_started(self, folder: RunFolder) -> bool:
+        """Whether a shim is just starting here, or has started; waits until that is clear."""
+        until = time.monotonic() + _HALF_STARTED_MAX_S
+        while folder.read_shim() is None:
+            if not proc.command_line_mentions(str(folder.path)) or time.monotonic() > until:
+                return folder.read_shim() is not None
+            await asyncio.sleep(_TICK_S)
+        return True
+
+    def _start_ticking(self) -> None:
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for run in list(self._runs.values()):
+                if run.is_live:
+                    try:
+                        run.tick(time.monotonic_ns())
+                    except Exception as error:  # noqa: BLE001 - one run must not blind the others
+                        run.reporter.note("looking at progress failed", error=repr(error))
+
+    async def close(self) -> None:
+        """Stop following; ranks go on without us."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+            self._ticker = None
+        for run in self._runs.values():
+            run.detach()
+
+    # --- starting -------------------------------------------------------------------------------
+
+    async def prepare(self, job_id: str, generation: int) -> int:
+        """A fresh free port for the run's rendezvous."""
+        self._refuse_stopped(job_id, generation)
+        try:
+            return self._ports.fresh()
+        except OSError as error:
+            raise Refusal(ErrorCode.FAILED, f"no free port: {error}") from None
+
+    async def start(self, job_id: str, generation: int, plan: RunPlan) -> dict[int, int]:
+        """Start this machine's ranks and return their pids; the same run again: the same pids.
+
+        Raises:
+            Refusal: the generation is over here, or the ranks cannot be started.
+        """
+        if not re.fullmatch(NAME_PATTERN, job_id):
+            raise Refusal(ErrorCode.BAD_REQUEST, f"{job_id!r} is not a job's name")
+        # A caller that goes away must not leave half a run behind.
+        return await asyncio.shield(
+            asyncio.get_running_loop().create_task(self._start(job_id, generation, plan))
+        )
+
+    async def _start(self, job_id: str, generation: int, plan: RunPlan) -> dict[int, int]:
+        async with self._lock(job_id):
+            self._refuse_stopped(job_id, generation)
+            present = self._runs.get((job_id, generation))
+            if present is not None:
+                if present.record.plan.run_id == plan.run_id and present.is_live:
+                    return {r: start.pid for r, start in present.processes.starts.items()}
+                raise Refusal(
+                    ErrorCode.OLDER_GENERATION,
+                    f"generation {generation} of job {job_id} has run on this machine already",
+                )
+            await self._stop_older(job_id, generation)
+            run = await self._launcher.launch(job_id, generation, plan)
+            self._runs[job_id, generation] = run
+            pids = {rank: start.pid for rank, start in run.processes.starts.items()}
+            run.reporter.emit(
+                EventKind.RUN_STARTED,
+                reason=f"{len(pids)} ranks started ({plan.start_reason})",
+                data={"ranks": len(pids)},
+            )
+            run.processes.collect()
+            self._start_ticking()
+            await self._keep_newest(job_id, plan.policy.runs_kept_max)
+            return pids
+
+    def _refuse_stopped(self, job_id: str, generation: int) -> None:
+        newest = max((g for job, g in self._runs if job == job_id), default=0)
+        stopped = self._stopped.get(job_id, 0)
+        if generation <= stopped:
+            raise Refusal(
+                ErrorCode.OLDER_GENERATION,
+                f"generation {generation} of job {job_id} was stopped on this machine "
+                f"(stopped up to {stopped})",
+            )
+        if generation < newest:
+            raise Refusal(
+                ErrorCode.OLDER_GENERATION,
+                f"generation {generation} of job {job_id} is older than {newest}, which has run "
+                "on this machine",
+            )
+
+    async def _keep_newest(self, job_id: str, kept_max: int) -> None:
+        over = sorted(
+            g for (job, g), run in self._runs.items() if job == job_id and not run.is_live
+        )
+        total = sum(1 for job, _ in self._runs if job == job_id)
+        for generation in over[: max(0, total - kept_max)]:
+            run = self._runs.pop((job_id, generation))
+            run.detach()
+            await asyncio.to_thread(run.folder.remove)
+
+    # --- stopping -------------------------------------------------------------------------------
+
+    async def stop(
+        self,
+        job_id: str,
+        generation: int,
+        *,
+        reason: str,
+        grace_s: float,
+        kill_wait_s: float,
+        planned: bool,
+    ) -> MachineReport:
+        """End a run, evidence first and verified. A run that has ended already: its report."""
+        self._note_stopped(job_id, generation)
+        async with self._lock(job_id):  # a start that is going on comes to its end first
+            run = self._runs.get((job_id, generation))
+        if run is None:
+            return MachineReport(
+                machine_id=self._machine_id,
+                reachable=True,
+                note="this machine has nothing of the run",
+            )
+        await run.stop(reason=reason, grace_s=grace_s, kill_wait_s=kill_wait_s, planned=planned)
+        return await asyncio.to_thread(machine_report, run)
+
+    async def stop_older(self, job_id: str, generation: int) -> None:
+        """End every run of the job that is older; none of them ever starts here again."""
+        self._note_stopped(job_id, generation - 1)
+        async with self._lock(job_id):
+            await self._stop_older(job_id, generation)
+
+    async def _stop_older(self, job_id: str, generation: int) -> None:
+        older = [
+            run
+            for (job, g), run in self._runs.items()
+            if job == job_id and g < generation and run.is_live
+        ]
+        await asyncio.gather(
+            *(
+                run.stop(
+                    reason=f"generation {generation} takes over",
+                    grace_s=run.record.plan.policy.failure_grace_s,
+                    kill_wait_s=run.record.plan.policy.kill_wait_s,
+                    planned=False,
+                )
+                for run in older
+            )
+        )
+
+    def _note_stopped(self, job_id: str, generation: int) -> None:
+        if generation <= self._stopped.get(job_id, 0) or not re.fullmatch(NAME_PATTERN, job_id):
+            return
+        self._stopped[job_id] = generation
+        path = self._runs_dir / job_id / _STOPPED_FILE
+        try:
+            path.parent.mkdir(exist_ok=True)
+            fresh = path.with_suffix(".new")
+            fresh.write_text(str(generation), encoding="ascii")
+            fresh.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                log.warning("a stop is remembered in memory only", job_id=job_id, error=str(error))
+
+    def _lock(self, job_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(job_id, asyncio.Lock())
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def state(self, job_id: str, generation: int) -> RunState | None:
+        """The present state of a run."""
+        run = self._runs.get((job_id, generation))
+        return run_state(run) if run is not None else None
+
+    def summaries(self) -> tuple[RunSummary, ...]:
+        """The runs that have not ended."""
+        return tuple(run_summary(run) for run in self._runs.values() if run.is_live)
+
+    def live_jobs(self) -> dict[str, int]:
+        """Jobs with live ranks, and their generation."""
+        jobs: dict[str, int] = {}
+        for (job_id, generation), run in self._runs.items():
+            if run.is_live and run.processes.live:
+                jobs[job_id] = max(generation, jobs.get(job_id, 0))
+        return jobs
+
+    def log_path(self, job_id: str, generation: int, rank: int) -> Path | None:
+        """The log of a rank of this machine."""
+        run = self._runs.get((job_id, generation))
+        return run.folder.log(rank) if run is not None and rank in run.record.ranks else None
