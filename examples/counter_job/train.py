@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import everstep_trainer
-from faults import Faults
+from faults import Faults  # type: ignore[import-not-found]
 
 PIECE_BYTES = 32
 CONNECT_MAX_S = 30.0
@@ -34,6 +34,7 @@ _HELLO = struct.Struct("<32sI")
 
 
 def main() -> int:
+    """Count."""
     options = parse_arguments()
     session = everstep_trainer.attach()
     faults = Faults(session.rank)
@@ -71,6 +72,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,19 +17,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import everstep_trainer  # Everstep
 import torch
 import torch.distributed as dist
 from everstep_trainer import torch_tools  # Everstep
-from faults import Faults
-from model import FULL, TINY, Corpus, TinyGPT, make_optimizer, weights_sha256
+from faults import Faults  # type: ignore[import-not-found]
+from model import (  # type: ignore[import-not-found]
+    FULL,
+    TINY,
+    Corpus,
+    TinyGPT,
+    make_optimizer,
+    weights_sha256,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> int:
+    """Train."""
     options = parse_arguments()
     session = everstep_trainer.attach()  # Everstep
     torch_tools.deterministic(options.seed)  # Everstep: same settings, same bits
@@ -45,7 +51,7 @@ def main() -> int:
         return loss
 
     if options.settle:
-        torch_tools.settle_ddp(model, lambda: loss_of(0).backward())  # Everstep
+        torch_tools.settle_ddp(model, lambda: loss_of(0).backward())  # type: ignore[no-untyped-call]
 
     first = resume(session, model, optimizer)
     faults = Faults(rank)
@@ -133,10 +139,11 @@ def log_step(directory: Path, session: everstep_trainer.Session, step: int, loss
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=int(os.environ.get("TINY_GPT_STEPS", "300")))
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a much smaller model, for tests")
