@@ -34,13 +34,13 @@ from temporalio.common import (
 )
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError
 
 from everstep import rpc_errors
 from everstep.connect import Places, find_places
 from everstep.decide.words import FINAL_PHASES, JobPhase
 from everstep.errors import (
     ConfigurationProblem,
-    JobFailed,
     JobNotFound,
     Refused,
     SameNameOtherSpec,
@@ -48,6 +48,7 @@ from everstep.errors import (
     Unreachable,
 )
 from everstep.spec import messages as m
+from everstep.spec.base import Message
 from everstep.spec.job import JobSpec
 from everstep.spec_input import spec_details, spec_hash, spec_summary, to_spec
 
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 STATE_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepState")
 SPEC_MEMO = "everstep_spec_sha256"
-"""Memo of a started job: the hash of its spec, so that a second launch can be told from a repeat."""
+"""Memo of a started job: the hash of its spec, which tells a repeated launch from another job."""
 
 CONNECT_TIMEOUT = timedelta(seconds=5)
 QUERY_TIMEOUT = timedelta(seconds=10)
@@ -65,7 +66,7 @@ TASK_TIMEOUT = timedelta(seconds=2)
 """A controller killed inside a workflow task is replaced after this long."""
 WAIT_POLL_S = 1.0
 
-R = TypeVar("R", bound=m.Message)
+R = TypeVar("R", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,11 @@ class Client:
         self._temporal = temporal
         self._places = places
 
+    @property
+    def temporal(self) -> TemporalClient:
+        """Temporal's own client, for what is not offered here."""
+        return self._temporal
+
     @classmethod
     async def connect(cls, places: Places | None = None, *, address: str | None = None) -> Self:
         """Connect to the server that ``places`` names (default: looked up like the CLI does).
@@ -108,8 +114,8 @@ class Client:
         where = places or find_places(temporal=address)
         if where.temporal is None:
             raise ConfigurationProblem(
-                "no Temporal server is known: start `everstep up`, or set "
-                f"EVERSTEP_TEMPORAL_ADDRESS or --temporal to HOST:PORT (no up.json in {where.state})"
+                "no Temporal server is known: start `everstep up`, or set --temporal or "
+                f"EVERSTEP_TEMPORAL_ADDRESS to HOST:PORT (no up.json in {where.state})"
             )
         options = _connect_options(where)
         try:
@@ -122,7 +128,7 @@ class Client:
         except (RuntimeError, ValueError) as error:
             raise ServerUnreachable(
                 f"the Temporal server does not answer ({where.describe_temporal()}): "
-                f"{rpc_errors.short(error)}"
+                f"{rpc_errors.core_reason(error)}"
             ) from None
         return cls(temporal, where)
 
@@ -170,6 +176,15 @@ class Client:
         """
         job = await asyncio.to_thread(to_spec, spec)
         workflow_id = m.job_workflow_id(job.name)
+        if await self._start(job, workflow_id, anew=adopt):
+            return Launched(job_id=job.name, workflow_id=workflow_id, already=False)
+        # An earlier start under this name whose input was refused was never a job.
+        if await self._was_refused(workflow_id) and await self._start(job, workflow_id, anew=True):
+            return Launched(job_id=job.name, workflow_id=workflow_id, already=False)
+        return await self._found(job, workflow_id)
+
+    async def _start(self, job: JobSpec, workflow_id: str, *, anew: bool) -> bool:
+        """Start the workflow; False: one of this id is there (``anew``: one that still runs)."""
         try:
             await self._temporal.start_workflow(
                 m.TRAINING_JOB,
@@ -181,8 +196,8 @@ class Client:
                 id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
                 id_reuse_policy=(
                     WorkflowIDReusePolicy.ALLOW_DUPLICATE
-                    if adopt
-                    else WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY
+                    if anew
+                    else WorkflowIDReusePolicy.REJECT_DUPLICATE
                 ),
                 memo={SPEC_MEMO: spec_hash(job)},
                 search_attributes=TypedSearchAttributes(
@@ -193,10 +208,24 @@ class Client:
                 rpc_timeout=UPDATE_TIMEOUT,
             )
         except WorkflowAlreadyStartedError:
-            return await self._found(job, workflow_id)
-        except Exception as error:
+            return False
+        except rpc_errors.SDK_ERRORS as error:
             raise rpc_errors.translate(error, job.name) from None
-        return Launched(job_id=job.name, workflow_id=workflow_id, already=False)
+        return True
+
+    async def _was_refused(self, workflow_id: str) -> bool:
+        """Whether the newest workflow of this id ended because its input was no valid job."""
+        handle = self._temporal.get_workflow_handle(workflow_id)
+        try:
+            description = await handle.describe(rpc_timeout=QUERY_TIMEOUT)
+            if description.status is not WorkflowExecutionStatus.FAILED:
+                return False
+            await handle.result(rpc_timeout=QUERY_TIMEOUT)
+        except WorkflowFailureError as error:
+            return rpc_errors.input_was_refused(error)
+        except RPCError:
+            return False
+        return False
 
     async def adopt(self, job_id: str) -> Launched:
         """Start a workflow for a job that the ledger knows, with its stored spec."""
@@ -213,7 +242,7 @@ class Client:
         if there is not None and there != spec_hash(job):
             raise SameNameOtherSpec(
                 f"a job named {job.name!r} exists already with a different spec; choose another "
-                f"name, or end it first (`everstep cancel {job.name}`)"
+                f"name (`everstep status {job.name}` shows the one there is)"
             )
         phase: JobPhase | None = None
         try:
@@ -248,10 +277,11 @@ class Client:
     async def status(self, job_id: str) -> m.JobStatus:
         """The job's own answer about where it is."""
         try:
-            return await self._handle(job_id).query(
+            found: m.JobStatus = await self._handle(job_id).query(
                 "status", result_type=m.JobStatus, rpc_timeout=QUERY_TIMEOUT
             )
-        except Exception as error:
+            return found
+        except rpc_errors.SDK_ERRORS as error:
             raise rpc_errors.translate(error, job_id) from None
 
     async def wait(
@@ -301,10 +331,11 @@ class Client:
                 m.job_workflow_id(job_id), result_type=m.JobResult
             )
             try:
-                return await handle.result()
+                result: m.JobResult = await handle.result()
+                return result
             except WorkflowFailureError as error:
                 raise rpc_errors.ended_without_result(error, job_id) from None
-            except Exception as error:
+            except rpc_errors.SDK_ERRORS as error:
                 translated = rpc_errors.translate(error, job_id)
                 if not isinstance(translated, Unreachable):
                     raise translated from None
@@ -318,7 +349,7 @@ class Client:
         """The workflow's recorded history as JSON (for replay tests and bug reports)."""
         try:
             return (await self._handle(job_id).fetch_history()).to_json()
-        except Exception as error:
+        except rpc_errors.SDK_ERRORS as error:
             raise rpc_errors.translate(error, job_id) from None
 
     # --- telling -------------------------------------------------------------------------------
@@ -341,22 +372,23 @@ class Client:
             await self._handle(job_id).signal(
                 "roll", m.RollRequest(reason=reason), rpc_timeout=QUERY_TIMEOUT
             )
-        except Exception as error:
+        except rpc_errors.SDK_ERRORS as error:
             raise rpc_errors.translate(error, job_id) from None
 
-    async def _update(self, job_id: str, name: str, request: m.Message) -> m.UpdateAnswer:
+    async def _update(self, job_id: str, name: str, request: Message) -> m.UpdateAnswer:
         # One id for all tries, so that a repeat after a lost answer is answered, not done again.
         update_id = uuid.uuid4().hex
         for last in (False, False, True):
             try:
-                return await self._handle(job_id).execute_update(
+                answer: m.UpdateAnswer = await self._handle(job_id).execute_update(
                     name,
                     request,
                     id=update_id,
                     result_type=m.UpdateAnswer,
                     rpc_timeout=UPDATE_TIMEOUT,
                 )
-            except Exception as error:
+                return answer
+            except rpc_errors.SDK_ERRORS as error:
                 # The workflow may continue as new between accepting and answering.
                 if last or not rpc_errors.continued_as_new(error):
                     raise await self._why(rpc_errors.translate(error, job_id), job_id) from None

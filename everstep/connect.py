@@ -25,7 +25,6 @@ TEMPORAL_ENV = ("EVERSTEP_TEMPORAL_ADDRESS", "TEMPORAL_ADDRESS")
 NAMESPACE_ENV = ("EVERSTEP_TEMPORAL_NAMESPACE", "TEMPORAL_NAMESPACE")
 LEDGER_ENV = "EVERSTEP_LEDGER_URL"
 SECRETS_ENV = "EVERSTEP_SECRETS_DIR"
-CONFIG_ENV = "EVERSTEP_CONFIG"
 UP_FILE = "up.json"
 
 
@@ -167,24 +166,15 @@ def default_state(env: Mapping[str, str] | None = None) -> Path:
 
 
 def config_file(name: str, env: Mapping[str, str] | None = None) -> Path | None:
-    """The first configuration file of that name: ``EVERSTEP_CONFIG`` (a directory), the ``config``
-    folder of Everstep's own checkout (never of the working directory), ``/etc/everstep``, and what
-    the wheel carries.
+    """The configuration file of that name, or None where there is none.
 
     Raises:
-        ConfigurationProblem: ``EVERSTEP_CONFIG`` is set and is not a directory.
+        SpecError: ``EVERSTEP_CONFIG`` is set and is not a directory.
     """
-    values = os.environ if env is None else env
-    package = Path(__file__).resolve().parent
-    folders = []
-    if named := values.get(CONFIG_ENV):
-        if not Path(named).is_dir():
-            raise ConfigurationProblem(f"{CONFIG_ENV}={named}: not a directory")
-        folders.append(Path(named))
-    if (package.parent / "pyproject.toml").is_file():
-        folders.append(package.parent / "config")
-    folders += [Path("/etc/everstep"), package / "_app" / "config"]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    from everstep.spec.load import find_config
+
+    found = find_config(name, environ=os.environ if env is None else env)
+    return found if found.is_file() else None
 
 
 def find_places(

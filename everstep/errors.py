@@ -13,8 +13,8 @@
         ├── SameNameOtherSpec
         └── JobFailed
 
-Every message is one line that a person can act on. Not here: faults of training (they are incidents,
-not exceptions) and failures between our own processes (``activities.contracts``).
+Every message is one line that a person can act on. Not here: faults of training (they are
+incidents, not exceptions) and failures between our own processes (``activities.contracts``).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ no controller works, the job said no. Not here: deciding what to do about any of
 
 from __future__ import annotations
 
+import re
+
 from temporalio.client import (
     WorkflowFailureError,
     WorkflowQueryFailedError,
@@ -29,7 +31,19 @@ from everstep.errors import (
 _NO_WORKER = "no controller answers for it at the moment (training goes on); look at `everstep up`"
 _AWAY = frozenset({RPCStatusCode.UNAVAILABLE, RPCStatusCode.ABORTED, RPCStatusCode.UNKNOWN})
 _LATE = frozenset({RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED})
+SDK_ERRORS = (
+    RPCError,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
+"""What the SDK raises for a server or workflow that says no or nothing. Anything else is a bug."""
+_CORE_MESSAGE = re.compile(r'message: "([^"]+)"')
 _LINE_MAX = 300
+INVALID_JOB_SPEC = "InvalidJobSpec"
+"""Type of the failure of a workflow whose input was refused (``activities.contracts`` has it too,
+which this side may not import)."""
 
 
 def short(error: BaseException | str) -> str:
@@ -38,10 +52,14 @@ def short(error: BaseException | str) -> str:
     return text if len(text) <= _LINE_MAX else text[: _LINE_MAX - 1] + "…"
 
 
+def core_reason(error: BaseException) -> str:
+    """The operating system's word in an error of the SDK's core, which wraps it several times."""
+    found = _CORE_MESSAGE.search(str(error))
+    return found.group(1) if found else short(error)
+
+
 def translate(error: BaseException, job_id: str) -> EverstepError:
-    """The error a person should see. Unknown ones are bugs: they are raised again as they are."""
-    if isinstance(error, EverstepError):
-        return error
+    """The error a person should see for one of ``SDK_ERRORS``; others are raised again."""
     if isinstance(error, WorkflowUpdateRPCTimeoutOrCancelledError):
         return ControllerUnreachable(f"{job_id}: {_NO_WORKER}")
     if isinstance(error, WorkflowUpdateFailedError):
@@ -75,6 +93,12 @@ def continued_as_new(error: BaseException) -> bool:
     """Whether an update met a workflow that continued as new before it answered."""
     cause = error.cause if isinstance(error, WorkflowUpdateFailedError) else None
     return isinstance(cause, ApplicationError) and cause.type == "AcceptedUpdateCompletedWorkflow"
+
+
+def input_was_refused(error: WorkflowFailureError) -> bool:
+    """Whether a workflow failed because its input was not a valid job."""
+    cause = error.cause
+    return isinstance(cause, ApplicationError) and cause.type == INVALID_JOB_SPEC
 
 
 def ended_without_result(error: WorkflowFailureError, job_id: str) -> EverstepError:

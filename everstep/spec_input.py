@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from everstep.errors import ConfigurationProblem
+from everstep.spec.errors import SpecError, problems_of
 from everstep.spec.job import JobSpec
 
 _SUMMARY_MAX = 200
@@ -20,21 +23,33 @@ _SUMMARY_MAX = 200
 
 
 def to_spec(spec: JobSpec | Mapping[str, Any] | str | Path) -> JobSpec:
-    """Validate whatever was given.
+    """Validate whatever was given, its ``policy`` block included.
 
     Raises:
-        ConfigurationProblem: it is not a valid spec; the message names file, key and value.
+        ConfigurationProblem: it is not a valid spec; a line for each problem, with file and key.
     """
     from everstep.spec import load
 
-    if isinstance(spec, JobSpec):
-        return spec
     try:
-        if isinstance(spec, Mapping):
-            return load.job_spec_from_data(dict(spec), source="job spec")
-        return load.load_job_spec(Path(spec))
+        job = _as_spec(spec)
+        if job.policy:
+            load.snapshot_for_job(load.load_policy(None), job.policy)
     except load.SpecError as error:
         raise ConfigurationProblem(str(error)) from None
+    return job
+
+
+def _as_spec(spec: JobSpec | Mapping[str, Any] | str | Path) -> JobSpec:
+    from everstep.spec.load import load_job_spec
+
+    if isinstance(spec, JobSpec):
+        return spec
+    if not isinstance(spec, Mapping):
+        return load_job_spec(Path(spec))
+    try:
+        return JobSpec.model_validate(dict(spec))
+    except ValidationError as error:
+        raise SpecError(problems_of(error, model=JobSpec, source="job spec")) from None
 
 
 def spec_hash(spec: JobSpec) -> str:

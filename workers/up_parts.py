@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +85,10 @@ class Part:
         Raises:
             ConfigurationProblem: it ended before it answered, and trying again did not help.
         """
-        waiter = asyncio.create_task(self.was_ready.wait())
         keeper = self._keeper
-        assert keeper is not None, "start() comes first"
+        if keeper is None:
+            raise RuntimeError("start() comes first")
+        waiter = asyncio.create_task(self.was_ready.wait())
         try:
             await asyncio.wait({waiter, keeper}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -120,7 +121,6 @@ class Part:
     async def stop(self, *, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """End it for good: SIGTERM, then SIGKILL after ``grace_s`` or when ``hurry`` is set."""
         self._stopping = True
-        self._released.set()
         process = self._process
         if process is not None and process.returncode is None:
             self.kill(signal.SIGTERM)
@@ -136,16 +136,12 @@ class Part:
 
     async def _keep(self) -> None:
         backoff_s = BACKOFF_MIN_S
-        while not self._stopping:
+        while True:
             await self._released.wait()
-            if self._stopping:
-                return
             began = time.monotonic()
             code = await self._once()
-            if self._stopping:
-                return
             lived_s = time.monotonic() - began
-            if self._cannot_start(code):
+            if self._stopping or self._cannot_start(code):
                 return
             backoff_s = BACKOFF_MIN_S if lived_s >= SETTLED_AFTER_S else backoff_s
             log.warning("part ended", part=self.name, code=code, lived_s=round(lived_s, 2))
@@ -186,7 +182,7 @@ class Part:
             await asyncio.gather(watcher, return_exceptions=True)
 
     async def _watch_ready(self) -> None:
-        while not await self.spec.ready():
+        while not await self.spec.ready():  # noqa: ASYNC110 - another process has no event for us
             await asyncio.sleep(0.05)
         self.was_ready.set()
 
@@ -203,33 +199,26 @@ def _die_with(parent: int) -> Callable[[], None]:
     return before_exec
 
 
-async def _first_of(
-    wait: Awaitable[object], limit_s: float, hurry: asyncio.Event | None
-) -> None:
+async def _first_of(wait: Awaitable[object], limit_s: float, hurry: asyncio.Event | None) -> None:
     tasks = {asyncio.ensure_future(wait)}
     if hurry is not None:
         tasks.add(asyncio.ensure_future(hurry.wait()))
-    _, open_tasks = await asyncio.wait(
-        tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    _, open_tasks = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     for task in open_tasks:
         task.cancel()
     await asyncio.gather(*open_tasks, return_exceptions=True)
 
 
-def _open_log(path: Path) -> contextlib.AbstractContextManager[int]:
-    @contextlib.contextmanager
-    def opened() -> object:  # type: ignore[misc]
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size > LOG_BYTES_MAX:
-                path.replace(path.with_suffix(".log.1"))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    return opened()  # type: ignore[return-value]
+@contextlib.contextmanager
+def _open_log(path: Path) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > LOG_BYTES_MAX:
+            path.replace(path.with_suffix(".log.1"))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def last_line(path: Path) -> str:

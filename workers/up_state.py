@@ -73,8 +73,10 @@ class StateDir:
         return state
 
     def port(self, name: str, wanted: int | None = None) -> int:
-        """A port for ``name``: the one that was asked for, else the one it had before if that is
-        free, else a fresh one. It is remembered.
+        """A port for ``name``, which is remembered.
+
+        It is the one that was asked for, else the one it had before if that is free, else a fresh
+        one.
 
         Raises:
             ConfigurationProblem: the one that was asked for is taken.

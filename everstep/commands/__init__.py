@@ -1,0 +1,1 @@
+"""The commands of ``everstep``, one module for each group. Importing one loads nothing heavy."""

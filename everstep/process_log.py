@@ -1,0 +1,35 @@
+"""How our own long-running processes log: one line of key-values for each event, on stderr.
+
+Standard output belongs to answers. Ranks' logs are not this: agents keep them in files.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure_logging(process: str) -> None:
+    """Set up structlog and the standard library's logging for this process."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(
+                key_order=["timestamp", "level", "event"], drop_missing=True
+            ),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="timestamp='%(asctime)s' level='%(levelname)s' event=%(message)r logger=%(name)s",
+    )
+    structlog.contextvars.bind_contextvars(process=process)
