@@ -298,7 +298,7 @@ class Shard:
     def _rank_state(self, view: MachineView, rank: RankReport, now: float) -> None:
         age = rank.exited_ago_s or 0.0
         if rank.nonfinite_step is not None:
-            reason = f"rank {rank.rank} reported a value that is not finite at step {rank.nonfinite_step}"
+            reason = f"rank {rank.rank} reported a value not finite at step {rank.nonfinite_step}"
             data: dict[str, Any] = {"step": rank.nonfinite_step}
             self._trouble(view, api.EventKind.NONFINITE, rank.rank, reason, data, age, now)
         if rank.state is RankState.EXITED:
@@ -400,7 +400,12 @@ def _bounded(data: dict[str, Any]) -> dict[str, Any]:
         for key, value in data.items()
     }
     try:
-        text = json.dumps(plain, allow_nan=False)
+        sizes = {key: len(json.dumps(value, allow_nan=False)) for key, value in plain.items()}
     except (ValueError, TypeError, RecursionError):
         return {"left_out": "not finite JSON"}
-    return plain if len(text) <= DATA_BYTES_MAX else {"left_out": f"{len(text)} bytes"}
+    left_out = []
+    while sum(sizes.values()) > DATA_BYTES_MAX:
+        left_out.append(max(sizes, key=lambda key: sizes[key]))
+        del sizes[left_out[-1]]
+    kept = {key: plain[key] for key in sizes}
+    return kept | {"left_out": one_line(", ".join(left_out), 100)} if left_out else kept

@@ -54,7 +54,8 @@ class StoredCheckpoint:
 
     id: CheckpointId
     path: str
-    parts: tuple[str, ...]
+    parts: dict[str, str | None]
+    """File name to the checksum that COMPLETE.json has noted (hexadecimal)."""
     total_bytes: int
 
 
@@ -107,9 +108,9 @@ def scan(directory: Path, *, job_id: str) -> Scan:
 
 def damage(checkpoint: StoredCheckpoint) -> str | None:
     """Read every byte of ``checkpoint``; what is wrong with the first bad part, or None."""
-    for name in checkpoint.parts:
+    for name, noted in checkpoint.parts.items():
         try:
-            if not _digest_matches(Path(checkpoint.path) / name):
+            if not _digest_matches(Path(checkpoint.path) / name, noted):
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -190,7 +191,7 @@ def _read_bounded(path: Path, bytes_max: int) -> bytes:
 def _read_checkpoint(folder: Path, identity: CheckpointId, job_id: str) -> StoredCheckpoint:
     parts = _read_complete(folder, identity)
     total = 0
-    for rank, size in parts.items():
+    for rank, (size, _) in parts.items():
         path = folder / f"rank-{rank}.part"
         try:
             found = path.stat().st_size
@@ -203,13 +204,13 @@ def _read_checkpoint(folder: Path, identity: CheckpointId, job_id: str) -> Store
     return StoredCheckpoint(
         id=identity,
         path=str(folder),
-        parts=tuple(f"rank-{rank}.part" for rank in parts),
+        parts={f"rank-{rank}.part": noted for rank, (_, noted) in parts.items()},
         total_bytes=total,
     )
 
 
-def _read_complete(folder: Path, identity: CheckpointId) -> dict[int, int]:
-    """Rank to the size of its part, for all ranks 0..world_size-1."""
+def _read_complete(folder: Path, identity: CheckpointId) -> dict[int, tuple[int, str | None]]:
+    """Rank to size and noted checksum of its part, for all ranks 0..world_size-1."""
     content = _read_json(folder / COMPLETE_NAME, COMPLETE_BYTES_MAX)
     for key, expected in (("step", identity.step), ("generation", identity.generation)):
         if content.get(key) != expected:
@@ -219,14 +220,15 @@ def _read_complete(folder: Path, identity: CheckpointId) -> dict[int, int]:
         raise _Unusable(f"{COMPLETE_NAME} has no world_size and parts")
     if len(parts) != world_size:
         raise _Unusable(f"{COMPLETE_NAME} names {len(parts)} parts of {world_size}")
-    sizes: dict[int, int] = {}
+    found: dict[int, tuple[int, str | None]] = {}
     for rank in range(world_size):
         part = parts.get(str(rank))
         size = part.get("bytes") if isinstance(part, dict) else None
         if not isinstance(size, int) or isinstance(size, bool):
             raise _Unusable(f"{COMPLETE_NAME} has no size of rank {rank}")
-        sizes[rank] = size
-    return sizes
+        noted = part.get("sha256")
+        found[rank] = (size, noted if isinstance(noted, str) else None)
+    return found
 
 
 def _read_json(path: Path, bytes_max: int) -> dict[str, Any]:
@@ -278,11 +280,12 @@ def _check_header(
         raise _Unusable(f"{path.name} is not as long as its header says")
 
 
-def _digest_matches(path: Path) -> bool:
+def _digest_matches(path: Path, noted: str | None) -> bool:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         left = path.stat().st_size - DIGEST_BYTES
         while left > 0 and (chunk := file.read(min(left, 1 << 20))):
             digest.update(chunk)
             left -= len(chunk)
-        return left == 0 and file.read(DIGEST_BYTES + 1) == digest.digest()
+        whole = left == 0 and file.read(DIGEST_BYTES + 1) == digest.digest()
+    return whole and noted in {None, digest.hexdigest()}
