@@ -1,11 +1,8 @@
 """How a controller (or a command line) talks to agents.
 
 ``AgentClient`` speaks to one agent: it reads the agent's boot id and monotonic clock, fills the
-envelope of every command with them, and turns whatever goes wrong into one of two errors::
-
-    AgentError
-    ├── AgentUnreachable   no answer, or none of an agent: *unknown*, says nothing about the machine
-    └── AgentRefused       the agent's own refusal, with its code
+envelope of every command with them, and turns whatever goes wrong into ``AgentUnreachable`` or
+``AgentRefused`` (``everstep.machine.conversation``).
 
 The clock is read once and carried forward on our own monotonic clock, at most ``CLOCK_MAX_S`` long;
 both clocks are only ever compared with themselves. ``AgentPool`` keeps one client an agent, each
@@ -24,15 +21,20 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from everstep.machine.conversation import (
+    AgentRefused,
+    AgentUnreachable,
+    ClientTimeouts,
+    Conversation,
+)
 from everstep.spec.agent_api import (
     API_VERSION,
     Command,
-    ErrorBody,
     ErrorCode,
     EventLine,
     FenceJob,
@@ -55,6 +57,16 @@ from everstep.spec.agent_api import (
 )
 from everstep.spec.base import Message
 
+__all__ = [
+    "AgentClient",
+    "AgentPool",
+    "AgentRefused",
+    "AgentUnreachable",
+    "ClientTimeouts",
+    "StreamLine",
+    "new_ssl_context",
+]
+
 CLOCK_MAX_S = 60.0
 LOG_TAIL_BYTES = 64 * 1024
 CLIENTS_MAX = 4096
@@ -70,40 +82,7 @@ PATHS: dict[type[Command], str] = {
 
 M = TypeVar("M", bound=Message)
 StreamLine = HelloLine | EventLine | HeartbeatLine | GapLine
-_LINE: TypeAdapter[StreamLine] = TypeAdapter(StreamLine)
-_CONNECTIONS = httpx.Limits(max_connections=10, max_keepalive_connections=4, keepalive_expiry=20.0)
-
-
-class AgentError(Exception):
-    """Base of both errors; the text is one line."""
-
-
-class AgentUnreachable(AgentError):
-    """No answer: the machine's state is unknown."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class AgentRefused(AgentError):
-    """The agent answered no."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(f"{code.value}: {message}")
-        self.code = code
-        self.message = message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientTimeouts:
-    """Limits of one request."""
-
-    connect_s: float = 2.0
-    answer_s: float = 10.0
-    """For an answer, where the call gives no time of its own."""
-    stream_silence_s: float = 7.0
-    """Longest silence of an event stream (heartbeats come every two seconds)."""
+_LINE: TypeAdapter[StreamLine] = TypeAdapter(Annotated[StreamLine, Field(discriminator="type")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +125,8 @@ class AgentClient:
         self._machine_id = machine_id
         self._timeouts = timeouts or ClientTimeouts()
         self._clock: _Clock | None = None
-        self._http = httpx.AsyncClient(
-            base_url=base_url,
-            headers={"authorization": f"Bearer {token}"},
-            verify=ssl_context if ssl_context is not None else new_ssl_context(),
-            timeout=self._limit(),
-            limits=_CONNECTIONS,
-            transport=transport,
-            # Agents are reached directly; a proxy of the environment is for other things.
-            trust_env=False,
-        )
+        context = ssl_context if ssl_context is not None else new_ssl_context()
+        self._talk = Conversation(base_url, token, context, self._timeouts, transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,20 +136,21 @@ class AgentClient:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._talk.aclose()
 
     # --- looking
 
     async def info(self) -> MachineInfo:
         """The machine, its agent, and its clock."""
-        info = _parsed(MachineInfo, await self._request("GET", "/v1/machine"))
+        info = self._talk.parsed(MachineInfo, (await self._request("GET", "/v1/machine")).content)
         self._check_identity(info.machine_id, info.api_version)
         self._clock = _Clock(info.agent_boot_id, info.monotonic_s, time.monotonic())
         return info
 
     async def run_state(self, job_id: str, generation: int) -> RunState:
         """The present state of a run; refused with ``not_found`` when the machine has none."""
-        return _parsed(RunState, await self._request("GET", f"/v1/runs/{job_id}/{generation}"))
+        answer = await self._request("GET", f"/v1/runs/{job_id}/{generation}")
+        return self._talk.parsed(RunState, answer.content)
 
     async def log_tail(
         self, job_id: str, generation: int, rank: int, tail_bytes: int = LOG_TAIL_BYTES
@@ -204,7 +176,7 @@ class AgentClient:
             start = int(answer.headers["everstep-log-offset"])
             size = int(answer.headers["everstep-log-bytes"])
         except (KeyError, ValueError):
-            raise AgentUnreachable(f"{self.base_url}: does not answer like an agent") from None
+            raise self._talk.not_an_agent() from None
         return start, size, answer.content
 
     async def stream(self, after: str | None = None) -> AsyncIterator[StreamLine]:
@@ -214,25 +186,14 @@ class AgentClient:
             AgentUnreachable: the stream broke or fell silent; resume with the last cursor.
             AgentRefused: the agent does not open it.
         """
-        limit = httpx.Timeout(
-            self._timeouts.stream_silence_s, connect=self._timeouts.connect_s, pool=None
-        )
         parameters = {} if after is None else {"after": after}
-        try:
-            async with self._http.stream(
-                "GET", "/v1/events", params=parameters, timeout=limit
-            ) as answer:
-                if not answer.is_success:
-                    await answer.aread()
-                    raise self._refusal(answer)
-                async for text in answer.aiter_lines():
-                    line = self._line(text)
-                    if isinstance(line, HelloLine):
-                        self._check_identity(line.machine_id, line.api_version)
-                        self._clock = _Clock(line.agent_boot_id, line.monotonic_s, time.monotonic())
-                    yield line
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+        async with self._talk.lines("/v1/events", parameters) as lines:
+            async for text in lines:
+                line = self._line(text)
+                if isinstance(line, HelloLine):
+                    self._check_identity(line.machine_id, line.api_version)
+                    self._clock = _Clock(line.agent_boot_id, line.monotonic_s, time.monotonic())
+                yield line
         raise AgentUnreachable(f"{self.base_url}: the agent ended the event stream")
 
     # --- commands. ``timeout_s`` is how long the answer may take.
@@ -353,7 +314,7 @@ class AgentClient:
                     PATHS[kind],
                     content=command.model_dump_json(),
                     headers={"content-type": "application/json"},
-                    timeout=self._limit(timeout_s),
+                    timeout_s=timeout_s,
                 )
             except AgentRefused as refusal:
                 self._clock = None
@@ -363,7 +324,7 @@ class AgentClient:
                 if last or not stale:
                     raise
                 continue
-            return _parsed(answer, response)
+            return self._talk.parsed(answer, response.content)
         raise AssertionError("unreachable")
 
     async def _fresh_clock(self) -> _Clock:
@@ -377,27 +338,11 @@ class AgentClient:
 
     async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            # The agent may have been restarted meanwhile.
+            return await self._talk.request(method, path, **options)
+        except AgentUnreachable:
+            # The agent may be another one when it answers again.
             self._clock = None
-            raise self._unreachable(error) from None
-        if not answer.is_success:
-            raise self._refusal(answer)
-        return answer
-
-    def _refusal(self, answer: httpx.Response) -> AgentError:
-        try:
-            body = ErrorBody.model_validate_json(answer.content)
-        except ValidationError:
-            return AgentUnreachable(
-                f"{self.base_url}: answers with HTTP {answer.status_code}, and not like an agent"
-            )
-        return AgentRefused(body.code, body.message)
-
-    def _unreachable(self, error: httpx.HTTPError) -> AgentUnreachable:
-        text = " ".join(str(error).split()) or "no answer in time"
-        return AgentUnreachable(f"{self.base_url}: {type(error).__name__}: {text}"[:300])
+            raise
 
     def _check_identity(self, machine_id: str, api_version: int) -> None:
         if self._machine_id is not None and machine_id != self._machine_id:
@@ -416,11 +361,7 @@ class AgentClient:
         try:
             return _LINE.validate_json(text)
         except ValidationError:
-            raise AgentUnreachable(f"{self.base_url}: sends no event lines") from None
-
-    def _limit(self, timeout_s: float | None = None) -> httpx.Timeout:
-        answer_s = self._timeouts.answer_s if timeout_s is None else timeout_s
-        return httpx.Timeout(answer_s, connect=self._timeouts.connect_s, pool=None)
+            raise self._talk.not_an_agent() from None
 
 
 class AgentPool:
@@ -482,10 +423,3 @@ def new_ssl_context(ca_file: str | None = None) -> ssl.SSLContext:
 
 def _envelope(job_id: str, generation: int, command_id: str) -> dict[str, Any]:
     return {"job_id": job_id, "generation": generation, "command_id": command_id}
-
-
-def _parsed(kind: type[M], answer: httpx.Response) -> M:
-    try:
-        return kind.model_validate_json(answer.content)
-    except ValidationError:
-        raise AgentUnreachable(f"{answer.url}: does not answer like an agent") from None
