@@ -5,85 +5,384 @@ connection. So attribution goes by *class* first (a rank that complains about it
 witness, one that we killed is collateral), by silence second, by time last, and never by comparing
 the clocks of two machines (ages are durations measured by one machine's own monotonic clock).
 
-Not here: reading logs (``everstep.decide.logs`` classifies lines), talking to machines
-(``activities.detection``), and what to do about a finding (``everstep.decide.ladder``).
+``RULES`` is an ordered table; the first rule that fits is the finding, and ``docs/ladder.md`` shows
+it. Machines become suspects only by evidence about the machine itself: it was lost, or it would not
+give up the processes of the run.
+
+Not here: the kinds of a rank's own faults (``faults``), reading logs (``logs``), talking to
+machines (``activities.detection``), and what to do about a finding (``ladder``).
 """
 
 from __future__ import annotations
 
-import signal as _signal
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
+from everstep.decide.evidence import Evidence, gather, named_machines, named_ranks
+from everstep.decide.faults import FaultKind, crashed, describe, kind_of_end, signal_name, signal_of
+from everstep.decide.reports import Finding, MachineReport, RankReport, Trigger
+from everstep.decide.words import Cause, Confidence, LogClass, Side, Symptom
 
+__all__ = [
+    "RULES",
+    "Finding",
+    "MachineReport",
+    "RankReport",
+    "Rule",
+    "Trigger",
+    "attribute",
+]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What one machine knows about one of its ranks after it was stopped."""
+REASON_CHARS_MAX = 500
 
-    rank: int
-    machine_id: str
-    state: RankState
-    exit_code: int | None = None
-    signal: int | None = None
-    stopped_by_us: bool = False
-    """True when the rank was alive until our teardown ended it: collateral, never a culprit."""
-    step: int | None = None
-    """Last step the trainer library reported, or None for an unmodified script."""
-    nonfinite_step: int | None = None
-    """First step whose reported loss or gradient norm was NaN or infinite."""
-    stalled_for_s: float | None = None
-    """Seconds without progress beyond the limit, by the machine's own clock; None if moving."""
-    process_state: str | None = None
-    """State letter of ``/proc/PID/stat`` when the rank was last seen alive (``T``: stopped)."""
-    section: str | None = None
-    """Section the rank had declared ("eval", "save", ...) when it was last seen."""
-    save_error: str | None = None
-    """The last failed checkpoint save, in one line."""
-    log_class: LogClass = LogClass.SILENT
-    log_lines: tuple[str, ...] = ()
-    """Last meaningful lines of the rank's log, oldest first, each cut to 300 characters."""
-    exited_ago_s: float | None = None
-    """Seconds from the rank's exit to this report, by the machine's own monotonic clock."""
+_EVIDENT_CLASSES = frozenset(
+    {LogClass.PYTHON_EXCEPTION, LogClass.OUT_OF_MEMORY, LogClass.DISK_FULL, LogClass.IMPORT_FAILED}
+)
+"""What a log shows clearly enough to blame a rank that could not end by itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineReport:
-    """What is known about one machine of a run after the run was stopped."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table."""
 
-    machine_id: str
-    reachable: bool
-    lost: bool = False
-    """Unreachable, while training had stopped, for the policy's ``machine_lost_after``."""
-    planned_stop: str | None = None
-    """Set when the agent itself stopped its ranks on request (shutdown, preemption notice)."""
-    processes_vanished: bool = False
-    """The shim and its ranks are gone without an exit record (machine rebooted, all killed)."""
-    teardown_clean: bool = True
-    """False when a process of the run could not be ended: the machine is then faulty."""
-    note: str = ""
-    ranks: tuple[RankReport, ...] = ()
+    name: str
+    when: str
+    """When it fits, for people."""
+    find: Callable[[Evidence], Finding | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The attribution of one trouble: input of the ladder, shown to people as it is."""
+def attribute(reports: Sequence[MachineReport], *, triggers: Sequence[Trigger] = ()) -> Finding:
+    """The finding of the first rule that fits.
 
-    symptom: Symptom
-    side: Side
-    cause: Cause
-    confidence: Confidence
-    rule: str
-    """Name of the rule that matched; stable, so that tests and dashboards can use it."""
-    reason: str
-    """One sentence for a person."""
-    first_failed_rank: int | None = None
-    culprit_ranks: tuple[int, ...] = ()
-    suspects: tuple[str, ...] = ()
-    """Machines under suspicion; only these may ever be evicted."""
-    witnesses: tuple[int, ...] = ()
-    step: int | None = None
-    """Highest step any rank reported before the trouble."""
+    Args:
+        reports: one for each machine of the run, in any order.
+        triggers: what was observed before the run was stopped, for what reports cannot say.
+    """
+    evidence = gather(reports, triggers)
+    for rule in RULES:
+        finding = rule.find(evidence)
+        if finding is not None:
+            return _completed(finding, rule.name, evidence)
+    raise AssertionError("the last rule fits always")
 
 
-_WITNESS_CLASSES = frozenset({LogClass.PEER_LOST, LogClass.COLLECTIVE_TIMEOUT})
+def _completed(finding: Finding, rule: str, evidence: Evidence) -> Finding:
+    culprits = tuple(sorted(set(finding.culprit_ranks)))
+    first = finding.first_failed_rank
+    if first is None:
+        first = evidence.first_of(culprits)
+    return replace(
+        finding,
+        rule=finding.rule or rule,
+        reason=_cut(finding.reason + _beside(finding, evidence)),
+        culprit_ranks=culprits,
+        first_failed_rank=first,
+        suspects=tuple(sorted(set(finding.suspects))),
+        witnesses=tuple(r.rank for r in evidence.witnesses if r.rank not in culprits),
+        step=evidence.step,
+    )
+
+
+def _beside(finding: Finding, evidence: Evidence) -> str:
+    """Independent faults that are not this finding's own, so that none is forgotten."""
+    notes = []
+    lost = [m for m in evidence.lost if m not in finding.suspects]
+    if lost and finding.cause is not Cause.PLANNED:
+        notes.append(f"{named_machines(lost)} lost")
+    if evidence.nonfinite_step is not None and finding.symptom is not Symptom.NAN_VALUE:
+        notes.append(f"loss or gradients not finite at step {evidence.nonfinite_step}")
+    for rank, kind in evidence.own:
+        if rank.rank not in finding.culprit_ranks:
+            notes.append(f"rank {rank.rank} {describe(rank, kind)}")
+    notes += [
+        f"rank {rank.rank} is stopped (state {rank.process_state})"
+        for rank in evidence.frozen
+        if rank.rank not in finding.culprit_ranks
+    ]
+    return f"; also: {'; '.join(notes)}" if notes else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= REASON_CHARS_MAX else f"{text[: REASON_CHARS_MAX - 3]}..."
+
+
+def _finding(
+    symptom: Symptom,
+    side: Side,
+    cause: Cause,
+    confidence: Confidence,
+    reason: str,
+    *,
+    ranks: Iterable[RankReport] = (),
+    suspects: Iterable[str] = (),
+    rule: str = "",
+) -> Finding:
+    return Finding(
+        symptom=symptom,
+        side=side,
+        cause=cause,
+        confidence=confidence,
+        rule=rule,
+        reason=reason,
+        culprit_ranks=tuple(r.rank for r in ranks),
+        suspects=tuple(suspects),
+    )
+
+
+# --- machines
+
+
+def _planned_stop(evidence: Evidence) -> Finding | None:
+    if not evidence.planned or evidence.lost:
+        return None
+    said = "; ".join(f"{machine}: {why}" for machine, why in evidence.planned)
+    return _finding(
+        Symptom.PREEMPTION, Side.EXTERNAL, Cause.PLANNED, Confidence.HIGH, f"planned stop of {said}"
+    )
+
+
+def _machine_lost(evidence: Evidence) -> Finding | None:
+    if not evidence.lost:
+        return None
+    return _finding(
+        Symptom.KERNEL_PANIC,
+        Side.INFRASTRUCTURE,
+        Cause.INFRASTRUCTURE,
+        Confidence.HIGH,
+        f"{named_machines(evidence.lost)} did not come back while training had stopped",
+        ranks=evidence.ranks_on(evidence.lost),
+        suspects=(*evidence.lost, *evidence.dirty),
+    )
+
+
+def _teardown_not_clean(evidence: Evidence) -> Finding | None:
+    if not evidence.dirty:
+        return None
+    return _finding(
+        Symptom.UNKNOWN,
+        Side.INFRASTRUCTURE,
+        Cause.INFRASTRUCTURE,
+        Confidence.HIGH,
+        f"processes of the run could not be ended on {named_machines(evidence.dirty)}",
+        suspects=evidence.dirty,
+    )
+
+
+def _processes_vanished(evidence: Evidence) -> Finding | None:
+    if not evidence.vanished:
+        return None
+    return _finding(
+        Symptom.UNKNOWN,
+        Side.INFRASTRUCTURE,
+        Cause.INFRASTRUCTURE,
+        Confidence.LOW,
+        f"all processes of the run are gone from {named_machines(evidence.vanished)} without an "
+        "exit record (restarted, or killed from outside)",
+        ranks=evidence.ranks_on(evidence.vanished),
+    )
+
+
+# --- ranks that failed by themselves
+
+
+def _nonfinite(evidence: Evidence) -> Finding | None:
+    if not evidence.nonfinite_seen:
+        return None
+    step, ranks = evidence.nonfinite_step, evidence.nonfinite_alone
+    where = f" at step {step}" if step is not None else ""
+    whose = f" on {named_ranks(ranks)} and on no other" if ranks else ""
+    return _finding(
+        Symptom.NAN_VALUE,
+        Side.UNCLEAR,
+        Cause.UNCLEAR,
+        Confidence.HIGH,
+        f"loss or gradients are not finite{where}{whose}",
+        ranks=ranks,
+    )
+
+
+def _rank_fault(evidence: Evidence) -> Finding | None:
+    if not evidence.own:
+        return None
+    kind = max((k for _, k in evidence.own), key=lambda k: (k.weight, k.name))
+    ranks = [r for r, k in evidence.own if k is kind]
+    return _fault_finding(evidence, kind, ranks, sure=len({k.name for _, k in evidence.own}) == 1)
+
+
+def _fault_finding(
+    evidence: Evidence, kind: FaultKind, ranks: Sequence[RankReport], *, sure: bool
+) -> Finding:
+    side, cause = kind.side, kind.cause
+    machines = {r.machine_id for r in ranks}
+    if kind.symptom is Symptom.ENVIRONMENT_MISMATCH and machines != evidence.machines_with_ranks:
+        # The same code loads on the other machines: not clearly the owner's fault.
+        side, cause = Side.UNCLEAR, Cause.UNCLEAR
+    first = evidence.first_of([r.rank for r in ranks])
+    shown = next((r for r in ranks if r.rank == first), ranks[0])
+    return _finding(
+        kind.symptom,
+        side,
+        cause,
+        kind.confidence if sure else Confidence.LOW,
+        f"{named_ranks(ranks)} on {named_machines(sorted(machines))} {describe(shown, kind)}",
+        ranks=ranks,
+        rule=kind.name,
+    )
+
+
+def _witness_crashed(evidence: Evidence) -> Finding | None:
+    """Only witnesses are left, but one of them was ended by a signal: that is more than a word."""
+    if evidence.unreachable:
+        return None
+    ranks = [r for r in evidence.witnesses if crashed(r)]
+    if not ranks or len(ranks) == len(evidence.witnesses) > 1:
+        return None
+    names = sorted({signal_name(signal_of(r) or 0) for r in ranks})
+    return _finding(
+        Symptom.UNKNOWN,
+        Side.UNCLEAR,
+        Cause.UNCLEAR,
+        Confidence.LOW,
+        f"{named_ranks(ranks)} ended by {', '.join(names)}; the others only lost their peers",
+        ranks=ranks,
+    )
+
+
+# --- ranks that did not move
+
+
+def _frozen(evidence: Evidence) -> Finding | None:
+    if not evidence.frozen:
+        return None
+    states = ", ".join(sorted({r.process_state or "?" for r in evidence.frozen}))
+    return _hang(
+        f"{named_ranks(evidence.frozen)} stopped (process state {states}), the others waited",
+        ranks=evidence.frozen,
+        confidence=Confidence.HIGH,
+    )
+
+
+def _exited_early(evidence: Evidence) -> Finding | None:
+    done = evidence.exited_early
+    if not done:
+        return None
+    return _finding(
+        Symptom.USER_CODE,
+        Side.USER_CODE,
+        Cause.USER_CODE,
+        Confidence.HIGH,
+        f"{named_ranks(done)} ended with exit code 0 while others still trained",
+        ranks=done,
+    )
+
+
+def _stuck_after_error(evidence: Evidence) -> Finding | None:
+    """A rank whose log shows its own error but which could not end, so that we had to stop it."""
+    if not (evidence.stalled or evidence.witnesses):
+        return None
+    ranks = [r for r in evidence.alive if r.log_class in _EVIDENT_CLASSES]
+    if not ranks:
+        return None
+    kinds = {kind_of_end(replace(r, signal=None, exit_code=1)) for r in ranks}
+    kind = max(kinds, key=lambda k: (k.weight, k.name))
+    mine = [r for r in ranks if kind_of_end(replace(r, signal=None, exit_code=1)) is kind]
+    return _fault_finding(evidence, kind, mine, sure=False)
+
+
+def _hang_with_culprit(evidence: Evidence) -> Finding | None:
+    if not evidence.hang_seen:
+        return None
+    found = evidence.odd_one_out()
+    if found is None:
+        return None
+    ranks, how = found
+    return _hang(f"{named_ranks(ranks)} {how}", ranks=ranks)
+
+
+def _hang_without_culprit(evidence: Evidence) -> Finding | None:
+    if not evidence.hang_seen:
+        return None
+    return _hang("no rank made progress, and none stands out", ranks=())
+
+
+def _hang(
+    reason: str, *, ranks: Iterable[RankReport], confidence: Confidence = Confidence.LOW
+) -> Finding:
+    return _finding(Symptom.HANG, Side.UNCLEAR, Cause.UNCLEAR, confidence, reason, ranks=ranks)
+
+
+# --- little or nothing is known
+
+
+def _only_witnesses(evidence: Evidence) -> Finding | None:
+    if not evidence.witnesses:
+        return None
+    silent = (
+        f"; no word from {named_machines(evidence.unreachable)}" if evidence.unreachable else ""
+    )
+    return _finding(
+        Symptom.NETWORK_NCCL,
+        Side.UNCLEAR,
+        Cause.UNCLEAR,
+        Confidence.LOW,
+        f"{named_ranks(evidence.witnesses)} lost a connection, but no rank failed first{silent}",
+    )
+
+
+def _out_of_reach(evidence: Evidence) -> Finding | None:
+    if not evidence.unreachable:
+        return None
+    return _finding(
+        Symptom.UNKNOWN,
+        Side.UNCLEAR,
+        Cause.UNCLEAR,
+        Confidence.LOW,
+        f"{named_machines(evidence.unreachable)} could not be reached, which says nothing about it",
+    )
+
+
+def _unknown(evidence: Evidence) -> Finding | None:
+    said = f": {evidence.triggers[0].reason}" if evidence.triggers else ""
+    return _finding(
+        Symptom.UNKNOWN,
+        Side.UNCLEAR,
+        Cause.UNCLEAR,
+        Confidence.LOW,
+        f"the run stopped without evidence of a cause{said}",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "planned_stop",
+        "an agent stopped its ranks on request, and no machine is lost",
+        _planned_stop,
+    ),
+    Rule("machine_lost", "a machine stayed unreachable while training had stopped", _machine_lost),
+    Rule("teardown_not_clean", "processes of the run could not be ended", _teardown_not_clean),
+    Rule("nonfinite", "a rank reported a loss or gradient norm that is not finite", _nonfinite),
+    Rule(
+        "processes_vanished",
+        "a machine's processes are gone without exit records",
+        _processes_vanished,
+    ),
+    Rule("rank_fault", "a rank failed by itself (the table of faults names the rule)", _rank_fault),
+    Rule("frozen", "a rank was stopped by a signal (process state T)", _frozen),
+    Rule("exited_early", "a rank ended with 0 while others failed or waited", _exited_early),
+    Rule(
+        "stuck_after_error", "a rank logged its own error and then did not end", _stuck_after_error
+    ),
+    Rule(
+        "hang_with_culprit",
+        "no progress, and few ranks are behind, elsewhere or silent",
+        _hang_with_culprit,
+    ),
+    Rule("hang_without_culprit", "no progress, and no rank stands out", _hang_without_culprit),
+    Rule("witness_crashed", "only witnesses, but one was ended by a signal", _witness_crashed),
+    Rule("only_witnesses", "ranks lost their peers, and nobody failed first", _only_witnesses),
+    Rule(
+        "out_of_reach", "a machine could not be reached, and nothing else is known", _out_of_reach
+    ),
+    Rule("unknown", "always", _unknown),
+)
+"""In order: the first rule that fits is the finding."""

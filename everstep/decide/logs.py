@@ -82,7 +82,7 @@ SIGNATURES: tuple[Signature, ...] = (
     # Shared memory and semaphores also say "no space left", but mean a setting of the container.
     _row(
         LogClass.OTHER,
-        r"/dev/shm|shared memory|SemLock",
+        r"\B/dev/shm|shared memory|SemLock",
         "RuntimeError: unable to write to file </torch_25_12>: No space left on device (28) in "
         "shared memory",
     ),
@@ -191,6 +191,14 @@ def classify_lines(lines: Sequence[str]) -> tuple[LogClass, tuple[str, ...]]:
     tail = [line for line in text[-STALE_AFTER_LINES:] if not _NOISE.match(line)] or text[-1:]
     log_class = _match(tail, exception=False) or _bare_exception(tail) or LogClass.OTHER
     return log_class, _kept(tail)
+
+
+def headline(lines: Sequence[str]) -> str:
+    """The line that says most: the exception if one is there, else the last one, else nothing."""
+    for line in reversed(lines):
+        if _BARE_EXCEPTION.match(line) or any(s.pattern.search(line) for s in SIGNATURES):
+            return line
+    return lines[-1] if lines else ""
 
 
 def _clean(line: str) -> str:

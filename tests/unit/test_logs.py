@@ -47,7 +47,7 @@ def test_every_class_that_is_evidence_has_a_row_or_a_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    "lines, expected",
     [
         ([], LogClass.SILENT),
         (["", "  ", "\x1b[0m"], LogClass.SILENT),
