@@ -53,7 +53,9 @@ WATCH = CallOptions(
 OPTIONS: dict[str, CallOptions] = {}
 
 
-def _stub(options: CallOptions) -> Callable[[Callable[[A], Awaitable[R]]], Callable[[A], Awaitable[R]]]:
+def _stub(
+    options: CallOptions,
+) -> Callable[[Callable[[A], Awaitable[R]]], Callable[[A], Awaitable[R]]]:
     def register(function: Callable[[A], Awaitable[R]]) -> Callable[[A], Awaitable[R]]:
         OPTIONS[function.__name__] = options
         return activity.defn(name=function.__name__)(function)

@@ -42,6 +42,7 @@ class JobContext:
         self.state = state
         self.rendezvous: tuple[str, int, str] = ("", 0, "")
         """Address, port and checkpoint directory of the run that is being started."""
+        self.entered_at: datetime | None = None
         self._beside: list[Any] = []
         self._shown: dict[str, str] = {}
 
@@ -116,6 +117,7 @@ class JobContext:
     def enter(self, phase: JobPhase, reason: str) -> None:
         """Change the phase, with the reason a person sees."""
         self.state.phase = phase
+        self.entered_at = workflow.now()
         self.state.reason = reason[:600]
         self.show()
 
@@ -160,6 +162,7 @@ class JobContext:
                     job_id=self.state.job_id,
                     phase=self.state.phase,
                     phases=boundaries,
+                    at=self.entered_at or workflow.now(),
                     code_version=self.state.code_version,
                 ),
                 summary=f"record {names}",

@@ -19,16 +19,18 @@ with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.attribution import Finding, MachineReport, Trigger, attribute
     from everstep.decide.ladder import decide
-    from everstep.decide.logs import save_symptom
+    from everstep.decide.logs import classify_lines
     from everstep.decide.words import (
         Action,
         Cause,
         Confidence,
         IncidentState,
         JobPhase,
+        LogClass,
         RunOutcome,
         RunPhase,
         Rung,
+        Symptom,
     )
     from everstep.spec import messages as m
     from everstep.spec.limits import ladder_limits
@@ -363,7 +365,8 @@ def warn_only(context: JobContext, observations: tuple[m.ObservationRecord, ...]
     state.warned_generation = run.generation
     state.incidents_total += 1
     now, first = workflow.now(), observations[0]
-    symptom = save_symptom(first.reason)
+    disk_full = classify_lines([first.reason])[0] is LogClass.DISK_FULL
+    symptom = Symptom.DISK_FULL if disk_full else Symptom.CHECKPOINT_ERROR
     summary = m.IncidentSummary(
         incident_id=f"{state.job_id}-{state.incidents_total}",
         number=state.incidents_total,
