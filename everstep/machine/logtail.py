@@ -15,7 +15,7 @@ from pathlib import Path
 from everstep.decide.words import LogClass
 
 TAIL_BYTES = 64 * 1024
-LINES_MAX = 200
+LINES_MAX = 2000
 LINE_CHARACTERS_MAX = 300
 FULL_BELOW_BYTES = 64 * 1024
 
