@@ -5,10 +5,33 @@ Standard output belongs to answers. Ranks' logs are not this: agents keep them i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class LossyStream:
+    """Loses lines rather than failing.
+
+    A full disk under the log of a process must not stop what the process does.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or lose ``text``."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or lose what is buffered."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure_logging(process: str) -> None:
@@ -24,7 +47,7 @@ def configure_logging(process: str) -> None:
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(
