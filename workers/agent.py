@@ -38,6 +38,7 @@ from everstep.machine.ring import EventRing
 from everstep.machine.runs import RunManager
 from everstep.machine.stream import Streams
 from everstep.machine.wire import Server, hardened_server
+from everstep.process_log import configure_logging
 from everstep.secrets import Secrets
 from everstep.spec.agent_api import (
     API_VERSION,
@@ -65,6 +66,7 @@ async def run_agent(config: AgentConfig) -> int:
     Raises:
         ConfigurationProblem: it cannot start; one line that says why.
     """
+    configure_logging("agent")
     tls = check(config)
     tokens = Secrets.load(config.secrets)
     with own_state(config.state) as folder, listening(config.listen) as listener:

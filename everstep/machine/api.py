@@ -19,7 +19,7 @@ from functools import cache
 from http import HTTPStatus
 from importlib import metadata
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Protocol, TypeVar, cast
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -189,8 +189,7 @@ def _add_views(app: FastAPI, parts: AgentParts, metrics: Metrics) -> None:
     ) -> Response:
         if after is not None and parse_cursor(after) is None:
             raise Refusal(ErrorCode.BAD_REQUEST, "after: must be RING_ID:SEQ")
-        # An ASGI application of its own kind, which FastAPI passes through as it is.
-        return cast("Response", parts.streams.open(after))
+        return parts.streams.open(after)
 
     @app.get("/v1/runs/{job_id}/{generation}")
     async def show_run(job_id: JobId, generation: GenerationNumber) -> RunState:
@@ -282,6 +281,16 @@ def _add_refusals(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(RequestValidationError)
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         return refuse(*explain(error.errors()))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, __: Exception) -> Response:
+        # The guard logs and counts it.
+        text = "internal error: the agent's log has the details"
+        return Response(
+            refusal_body(ErrorCode.FAILED, text),
+            status_code=STATUS[ErrorCode.FAILED],
+            media_type="application/json",
+        )
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from everstep.decide.attribution import MachineReport
 from everstep.machine.code import CodeProblem, CodeStore
 from everstep.machine.fences import Fences
-from everstep.machine.guard import Refusal, one_line
+from everstep.machine.guard import Refusal, one_line, told
 from everstep.machine.journal import Entry, Journal, JournalUnavailable
 from everstep.machine.plans import plan_problem, wait_problem
 from everstep.spec.agent_api import (
@@ -279,8 +279,13 @@ class CommandDesk:
             return await effects[type(command)](command)
         except Refusal:
             raise
-        except Exception as error:
-            log.exception("command failed", command=type(command).__name__, job_id=command.job_id)
+        except Exception as error:  # noqa: BLE001 - one answer for whatever it is
+            log.error(  # noqa: TRY400 - see ``told``
+                "command failed",
+                command=type(command).__name__,
+                job_id=command.job_id,
+                **told(error),
+            )
             text = one_line(str(error)) or type(error).__name__
             raise Refusal(ErrorCode.FAILED, text) from None
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -58,6 +60,16 @@ class Refusal(Exception):
 def one_line(text: str, characters_max: int = 400) -> str:
     """``text`` as one bounded line."""
     return " ".join(text.split())[:characters_max]
+
+
+def told(error: BaseException, frames_max: int = 6) -> dict[str, str]:
+    """An error for a log line: what and where.
+
+    No values of variables, which may be secrets: renderers of tracebacks like to show them.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[-frames_max:]
+    where = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+    return {"error": f"{type(error).__name__}: {one_line(str(error))}", "where": where}
 
 
 @dataclass
@@ -115,8 +127,10 @@ class Guard:
             self._refusals.note(refusal.code, refusal.message)
             # The body may be unread, so the connection cannot be used again.
             await state.refuse(refusal.code, refusal.message)
-        except Exception:
-            log.exception("request failed", method=scope["method"], path=scope["path"][:100])
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not reach the sender
+            log.error(  # noqa: TRY400 - see ``told``
+                "request failed", method=scope["method"], path=scope["path"][:100], **told(error)
+            )
             self._refusals.note(ErrorCode.FAILED, "internal error")
             await state.refuse(ErrorCode.FAILED, "internal error: the agent's log has the details")
 

@@ -20,7 +20,7 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
-from everstep.machine.guard import one_line
+from everstep.machine.guard import one_line, told
 from everstep.spec.agent_api import Registration, RegistrationAnswer
 
 PATH = "/v1/agents/register"
@@ -71,8 +71,8 @@ class Registrar:
                     answer = await self._register(http)
                     if answer is not None:
                         await self._apply(answer)
-                except Exception:
-                    log.exception("registration failed, trying again")
+                except Exception as error:  # noqa: BLE001 - nothing may end this loop
+                    log.error("registration failed, trying again", **told(error))  # noqa: TRY400
                     answer = None
                 self._failures = 0 if answer else self._failures + 1
                 await asyncio.sleep(self._pause_s())

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 import structlog
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from everstep.machine.ring import EventRing, RingEvent, parse_cursor
@@ -98,10 +99,15 @@ class Streams:
             stream.drop()
 
 
-class EventStream:
-    """One open stream; an ASGI response."""
+class EventStream(Response):
+    """One open stream."""
+
+    media_type = "application/x-ndjson"
 
     def __init__(self, streams: Streams, cursor: str | None) -> None:
+        super().__init__(headers={"cache-control": "no-store"})
+        # There is no length, and no end that could be known.
+        del self.headers["content-length"]
         self.ended = asyncio.Event()
         self._streams = streams
         self._cursor = cursor
@@ -150,10 +156,7 @@ class EventStream:
             {
                 "type": "http.response.start",
                 "status": 200,
-                "headers": [
-                    (b"content-type", b"application/x-ndjson"),
-                    (b"cache-control", b"no-store"),
-                ],
+                "headers": self.raw_headers,
             }
         )
         position, gap = self._start()
