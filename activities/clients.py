@@ -105,7 +105,7 @@ class Agent(Protocol):
 class Agents(Protocol):
     """All agents (``everstep.machine.client.AgentPool``)."""
 
-    def client(self, machine_id: str, base_url: str) -> Agent:
+    def client(self, base_url: str, machine_id: str | None = ...) -> Agent:
         """The client for a machine's agent at an address."""
 
 
@@ -150,7 +150,7 @@ class Reach:
             url = self._urls[machine_id]
         except KeyError:
             raise AgentUnreachable("no agent of this machine is registered") from None
-        return self._agents.client(machine_id, url)
+        return self._agents.client(url, machine_id)
 
 
 def command_for(command_id: str, machine_id: str) -> str:

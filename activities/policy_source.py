@@ -15,6 +15,7 @@ import structlog
 
 from activities.clients import ledger_call
 from activities.failures import one_line, permanent
+from everstep.ledger.views import PolicyRow
 from everstep.spec.load import LoadedPolicy, SpecError, policy_from_text, snapshot_for_job
 from everstep.spec.policy import Policy, PolicySnapshot
 
@@ -30,20 +31,13 @@ class PolicySource(Protocol):
         """The policy in force, with a job's overrides."""
 
 
-class Application(Protocol):
-    """A policy that was applied once."""
-
-    hash: str
-    author: str
-
-
 class PolicyLedger(Protocol):
     """What the policy needs of the ledger."""
 
     def active_policy(self) -> tuple[str, str] | None:
         """Text and hash of the policy that was applied last."""
 
-    def policy_history(self) -> Sequence[Application]:
+    def policy_history(self) -> Sequence[PolicyRow]:
         """Applications, newest first."""
 
     def apply_policy(
@@ -77,6 +71,11 @@ class FleetPolicy:
     def last(self) -> Policy:
         """The policy as it was at the last use."""
         return self._last.policy
+
+    @property
+    def last_hash(self) -> str:
+        """The hash of that policy."""
+        return self._last.hash
 
     def _read(self, text: str) -> None:
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from everstep.ledger.errors import LedgerError, LedgerUnavailable
+from everstep.ledger import LedgerError, LedgerUnavailable, MachineStanding
 from everstep.machine.guard import STATUS, Doors, Guard, Refusal, Refusals, one_line, refusal_body
 from everstep.secrets import Secrets
 from everstep.spec.agent_api import API_VERSION, ErrorCode, Registration, RegistrationAnswer
@@ -43,19 +43,10 @@ LEDGER_MAX_S = 8.0
 log = structlog.get_logger(__name__)
 
 
-class Standing(Protocol):
-    """What the ledger says to a registering machine."""
-
-    accepted: bool
-    message: str
-    evicted: bool
-    fences: Mapping[str, int]
-
-
 class RegisterMachine(Protocol):
     """``Ledger.register_machine``."""
 
-    def __call__(self, request: Registration, *, now: datetime) -> Standing:
+    def __call__(self, request: Registration, *, now: datetime) -> MachineStanding:
         """Enter a machine, or note that it is still there."""
 
 
