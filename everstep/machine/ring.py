@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,16 +231,13 @@ def _fitting(event: RingEvent, bytes_max: int) -> tuple[RingEvent, bytes]:
         if len(payload) <= bytes_max:
             break
     else:
-        data = {"cut": True}
-        event = RingEvent(
-            seq=event.seq,
-            kind=event.kind,
-            monotonic_s=event.monotonic_s,
-            job_id=event.job_id,
-            run_id=event.run_id,
-            generation=event.generation,
-            rank=event.rank,
-            data=data,
+        # Ids are shorter than this anywhere else; here nothing may rely on that.
+        event = replace(
+            event,
+            job_id=event.job_id and event.job_id[:200],
+            run_id=event.run_id and event.run_id[:200],
+            reason="",
+            data={"cut": True},
         )
         payload = json.dumps(asdict(event), separators=(",", ":")).encode("ascii")
     return _decoded(payload) or event, payload
