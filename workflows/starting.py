@@ -144,6 +144,8 @@ async def _prepare(context: JobContext) -> tuple[m.ObservationRecord, ...]:
             "code_path": state.code_path,
         }
     )
+    # What an earlier run had reached is not where this one is.
+    state.progress = m.Progress(step=point.restore.step if point.restore else None)
     context.rendezvous = (where.master_addr, where.master_port, point.checkpoint_dir)
     return ()
 
