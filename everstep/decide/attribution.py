@@ -188,7 +188,7 @@ def _processes_vanished(evidence: Evidence) -> Finding | None:
 def _nonfinite(evidence: Evidence) -> Finding | None:
     if not evidence.nonfinite_seen:
         return None
-    step, ranks = evidence.nonfinite_step, evidence.nonfinite_alone
+    step, ranks = evidence.nonfinite_step, () if evidence.own else evidence.nonfinite_alone
     where = f" at step {step}" if step is not None else ""
     whose = f" on {named_ranks(ranks)} and on no other" if ranks else ""
     return _finding(
@@ -281,8 +281,8 @@ def _stuck_after_error(evidence: Evidence) -> Finding | None:
     if not (evidence.stalled or evidence.witnesses):
         return None
     ranks = [r for r in evidence.alive if r.log_class in _EVIDENT_CLASSES]
-    if not ranks:
-        return None
+    if not evidence.few(ranks):
+        return None  # what most ranks log in the end is how they take a SIGTERM
     kinds = {kind_of_end(replace(r, signal=None, exit_code=1)) for r in ranks}
     kind = max(kinds, key=lambda k: (k.weight, k.name))
     mine = [r for r in ranks if kind_of_end(replace(r, signal=None, exit_code=1)) is kind]

@@ -103,8 +103,13 @@ class Evidence:
         return self.finished
 
     def ranks_on(self, machines: Collection[str]) -> tuple[RankReport, ...]:
-        """The ranks of some machines."""
-        return tuple(r for r in self.ranks if r.machine_id in machines)
+        """The ranks of some machines, without those whose end is explained by something else."""
+        explained = {r.rank for r in (*self.collateral, *self.witnesses)}
+        return tuple(r for r in self.ranks if r.machine_id in machines and r.rank not in explained)
+
+    def few(self, ranks: Sequence[RankReport]) -> bool:
+        """True for some ranks, but not most of them: only a minority stands out."""
+        return bool(ranks) and 2 * len(ranks) <= len(self.ranks)
 
     def first_of(self, culprits: Sequence[int]) -> int | None:
         """Which of the ranks failed first, where one machine's own clock can tell."""
@@ -131,7 +136,7 @@ class Evidence:
         )
         for differs, how in asked:
             odd = tuple(r for r in self.alive if differs(r))
-            if odd and 2 * len(odd) <= len(self.ranks) and len(odd) < len(self.ranks):
+            if self.few(odd):
                 return odd, how
         return None
 
