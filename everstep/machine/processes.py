@@ -168,16 +168,17 @@ class RunProcesses:
             return
         lost = sorted(self._missing)
         self._missing.clear()
-        for rank in list(lost):
+        together = not shim_alive and not self.handles and not self._shim_is_lost
+        for rank in [] if together else list(lost):
             ended = self._zombie_exit(rank)
             if ended is not None:
                 lost.remove(rank)
                 self._listener.exited(ended)
         if lost:
-            self._listener.lost(lost, not self.handles and not self._shim_is_lost)
+            self._listener.lost(lost, together)
 
     def _zombie_exit(self, rank: int) -> RankExit | None:
-        """A rank that nobody has reaped still shows how it ended."""
+        """A rank that nobody has reaped yet still shows how it ended."""
         start = self.starts[rank]
         process = read_process(start.pid)
         if process is None or process.state != "Z" or process.start_ticks != start.start_ticks:
