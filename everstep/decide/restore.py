@@ -35,12 +35,15 @@ def on_lineage(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool
 
     Args:
         candidate: a complete checkpoint found in storage.
-        lineage: all runs of the job, in any order.
+        lineage: all runs of the job that chose where to start, in any order.
     """
     runs = sorted(lineage, key=lambda e: e.generation)
     position = next((i for i, e in enumerate(runs) if e.generation == candidate.generation), None)
     if position is None:
         return False
+    own = runs[position].restored
+    if own is not None and candidate.step < own.step:
+        return False  # a run adds steps after its own starting point, or that point once more
     for later in runs[position + 1 :]:
         # A later run that started from scratch, or from an earlier point, abandoned the candidate.
         if later.restored is None or later.restored < candidate:

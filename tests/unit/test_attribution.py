@@ -1,5 +1,4 @@
-# ruff: noqa: E501 - a story is a line where it can be
-"""Attribution: who failed first, on stories as they happen and on every combination of reports."""
+"""Attribution: who failed first, on stories as they happen and on every set of reports."""
 
 from __future__ import annotations
 
