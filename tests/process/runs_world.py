@@ -60,7 +60,7 @@ def policy(**changes: Any) -> AgentRunPolicy:
     values: dict[str, Any] = {
         "settle_window_s": 0.3,
         "first_step_max_s": 30.0,
-        "hang_min_s": 0.5,
+        "hang_min_s": 1.5,
         "hang_factor": 3.0,
         "section_max_s": 30.0,
         "exit_skew_max_s": 30.0,

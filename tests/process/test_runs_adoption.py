@@ -173,9 +173,7 @@ async def test_an_ended_run_keeps_its_evidence_for_the_next_agent(machine: Machi
     assert report.ranks[1].log_lines == before.ranks[1].log_lines != ()
 
 
-async def test_everything_is_killed_together_with_the_agent(
-    agent: Agent, machine: Machine
-) -> None:
+async def test_everything_is_killed_together_with_the_agent(agent: Agent, machine: Machine) -> None:
     await agent.start_run("mark(f'ready-{rank}'); time.sleep(600)", ranks=2)
     await machine.marked("ready-0")
     await machine.marked("ready-1")

@@ -93,14 +93,14 @@ async def test_others_may_fail_by_themselves_within_the_settle_window(machine: M
     assert [r.exit_code for r in report.ranks] == [5, 1, None]
     assert rank_report(report, 1).log_class is not LogClass.SILENT
     assert rank_report(report, 2).signal == signal.SIGTERM
-    assert rank_report(report, 2).process_state in {"R", "S"}, "evidence was taken before the signal"
+    assert rank_report(report, 2).process_state in {"R", "S"}, (
+        "evidence was taken before the signal"
+    )
     assert not any(is_alive(pid) for pid in pids.values())
 
 
 async def test_a_clean_exit_beside_a_running_rank_is_early(machine: Machine) -> None:
-    await machine.start(
-        "if rank == 1: time.sleep(600)", ranks=2, limits={"exit_skew_max_s": 0.4}
-    )
+    await machine.start("if rank == 1: time.sleep(600)", ranks=2, limits={"exit_skew_max_s": 0.4})
     event = await machine.event(EventKind.EARLY_EXIT)
     assert event.rank == 0
     assert event.data["running"] == [1]
