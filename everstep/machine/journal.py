@@ -61,8 +61,15 @@ class Entry:
 class Journal:
     """The journal of one agent. Every method may be called from any thread, and blocks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        commands_max: int = COMMANDS_MAX,
+        answers_bytes_max: int = ANSWERS_BYTES_MAX,
+    ) -> None:
         self._path = path
+        self._bounds = (commands_max, answers_bytes_max)
         self._lock = threading.Lock()
         self._recent: OrderedDict[str, Entry] = OrderedDict()
         self._connection: sqlite3.Connection | None = None
@@ -197,17 +204,18 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    @staticmethod
-    def _trim(connection: sqlite3.Connection) -> None:
+    def _trim(self, connection: sqlite3.Connection) -> None:
+        commands_max, answers_bytes_max = self._bounds
         connection.execute(
-            "DELETE FROM commands WHERE number <= (SELECT MAX(number) FROM commands) - ?",
-            (COMMANDS_MAX,),
+            "DELETE FROM commands WHERE number <= "
+            "(SELECT number FROM commands ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            (commands_max,),
         )
         connection.execute(
             "DELETE FROM commands WHERE number IN (SELECT number FROM (SELECT number, "
             "SUM(answer_bytes) OVER (ORDER BY number DESC) AS total FROM commands) "
             "WHERE total > ?)",
-            (ANSWERS_BYTES_MAX,),
+            (answers_bytes_max,),
         )
 
 
