@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import re
 import struct
 import sys
 from collections import OrderedDict
@@ -38,6 +39,7 @@ ALIGNMENT = 64
 DEPTH_MAX = 200
 _INT64 = 1 << 63
 _NUMPY_KINDS = "biufcSUmM"
+_NUMPY_DTYPE = re.compile(rf"[<>|][{_NUMPY_KINDS}][0-9]{{1,9}}(\[[0-9]{{0,9}}[A-Za-z]{{1,2}}\])?")
 
 
 class Encoded(NamedTuple):
@@ -253,7 +255,10 @@ def allocate(blob: dict[str, Any]) -> Any:
         raise CheckpointUnreadable(f"{name} has a dtype unknown here: {error}") from None
     if math.prod(shape) * item_bytes != size:
         raise CheckpointUnreadable(f"{name} has {size} bytes, which does not fit its shape")
-    return made()
+    try:
+        return made()
+    except (ValueError, OverflowError, RuntimeError):
+        raise CheckpointUnreadable(f"{name} has a shape that cannot be") from None
 
 
 def fillable(made: Any) -> Raw:
@@ -284,9 +289,11 @@ def _torch_maker(kind: str, shape: list[int]) -> tuple[int, Callable[[], Any]]:
 def _numpy_maker(kind: str, shape: list[int]) -> tuple[int, Callable[[], Any]]:
     # By name: import-linter sees that this package needs nothing that has to be installed.
     numpy = importlib.import_module("numpy")
-    dtype = numpy.dtype(kind)
-    if dtype.kind not in _NUMPY_KINDS or dtype.fields is not None:
-        raise TypeError(f"numpy dtype {kind!r:.40}")
+    try:
+        # numpy reads more than names out of such a string, so only what dtype.str gives goes in.
+        dtype = numpy.dtype(kind if _NUMPY_DTYPE.fullmatch(kind) else "")
+    except ValueError:
+        raise TypeError(f"numpy dtype {kind!r:.40}") from None
     return dtype.itemsize, functools.partial(numpy.empty, shape, dtype=dtype)
 
 
