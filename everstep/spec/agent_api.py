@@ -20,7 +20,9 @@ from everstep.spec.base import JobName, MachineId, Message, StrictModel
 
 API_VERSION = 1
 
-Token = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/@+-]+$")]
+Token = Annotated[
+    str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/@+-]+$")
+]
 Generation = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 

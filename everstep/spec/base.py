@@ -12,7 +12,9 @@ NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,60}[a-z0-9])?$"
 """A DNS label (RFC 1123) of at most 62 characters: safe in workflow ids, paths and host names."""
 
 JobName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-MachineId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?$")]
+MachineId = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?$")
+]
 Line = Annotated[str, StringConstraints(max_length=600)]
 """One line of text for a person; bounded because it enters Temporal's history."""
 
@@ -50,6 +52,8 @@ def _parse_duration(value: Any) -> Any:
 Duration = Annotated[
     timedelta,
     BeforeValidator(_parse_duration),
-    PlainSerializer(lambda d: durationpy.to_str(d) if d else "0s", return_type=str, when_used="json"),
+    PlainSerializer(
+        lambda d: durationpy.to_str(d) if d else "0s", return_type=str, when_used="json"
+    ),
 ]
 """A span of time written as ``500ms``, ``30s``, ``5m`` or ``1h30m`` (units are required)."""

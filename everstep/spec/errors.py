@@ -128,6 +128,7 @@ def problems_of(
     model: type[BaseModel] | None = None,
     source: str | None = None,
     locate: Locate | None = None,
+    within: Loc = (),
 ) -> tuple[Problem, ...]:
     """The problems of a failed validation, in the order of the document.
 
@@ -137,11 +138,13 @@ def problems_of(
             title when it is one that people write.
         source: the file's name for people; None for input that is no file.
         locate: finds the line of a key.
+        within: path of what was validated, when it is part of a larger document.
     """
     found: list[Problem] = []
     model = model or _model_named(error.title)
-    for detail in error.errors(include_url=False):
-        for problem, loc in _problems_of_detail(dict(detail), model):
+    for raw in error.errors(include_url=False):
+        detail = {**raw, "loc": (*within, *raw["loc"])}
+        for problem, loc in _problems_of_detail(detail, model):
             line = problem.line
             if line is None and locate is not None:
                 line = locate(loc)
@@ -228,24 +231,22 @@ _ACCEPTED: dict[str, str] = {
 }
 """What would be accepted, for each kind of error of pydantic."""
 
-_NAME_RULE = "1 to 62 lower-case letters, digits and -, with a letter or digit at both ends"
+_PATTERNS: dict[Loc, str] = {
+    ("name",): "1 to 62 lower-case letters, digits and -, with a letter or digit at both ends",
+    ("webhook_url_env",): "the name of an environment variable (never the URL itself), or ''",
+}
+"""What a pattern means, by the key it stands at."""
 
 
 def _accepted(kind: str, detail: Mapping[str, Any], loc: Loc) -> str:
-    context = {k: _limit(v) for k, v in detail.get("ctx", {}).items()}
+    context = {k: str(v) for k, v in detail.get("ctx", {}).items()}
     if kind == "string_pattern_mismatch":
-        is_name = loc[-1:] == ("name",)
-        return _NAME_RULE if is_name else f"it must match {context.get('pattern', '')}"
+        return _PATTERNS.get(loc[-1:], f"it must match {context.get('pattern', '')}")
     template = _ACCEPTED.get(kind)
     if template is not None:
         return template.format_map(context)
     message = str(detail.get("msg", "not accepted"))
     return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
-
-
-def _limit(value: Any) -> str:
-    seconds = getattr(value, "total_seconds", None)
-    return f"{seconds():g}s" if callable(seconds) else str(value)
 
 
 def _required(loc: Loc, model: type[BaseModel] | None) -> str:

@@ -113,5 +113,5 @@ def _value_problems(annotation: Any, value: Any, loc: Loc) -> list[Problem]:
     try:
         TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        return [replace(p, key=dotted(loc)) for p in problems_of(error)[:1]]
+        return list(problems_of(error, within=loc)[:1])
     return []

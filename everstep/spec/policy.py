@@ -7,91 +7,116 @@ over it key by key. Loading, merging and error lines are in ``everstep.spec.load
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from everstep.spec.base import Duration, Message, StrictModel
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
+_SHORTEST = timedelta(milliseconds=1)
+_LONGEST = timedelta(days=365)
+
+
+def _not_for_ever(value: timedelta) -> timedelta:
+    if value > _LONGEST:
+        raise ValueError("it must be 8760h (a year) or less")
+    return value
+
+
+def _not_nothing(value: timedelta) -> timedelta:
+    if value < _SHORTEST:
+        raise ValueError("it must be 1ms or more")
+    return value
+
+
+Wait = Annotated[Duration, AfterValidator(_not_for_ever)]
+"""A time that may be 0s: nothing is waited for then."""
+Span = Annotated[Duration, AfterValidator(_not_for_ever), AfterValidator(_not_nothing)]
+"""A time that cannot be nothing: an interval, or a limit that would always be passed."""
 
 
 class DetectionPolicy(StrictModel):
     """How trouble is noticed."""
 
-    heartbeat_interval: Duration
+    heartbeat_interval: Span
     """How often an agent's event stream carries a heartbeat line."""
-    watch_lost_after: Duration
+    watch_lost_after: Span
     """How long a watch may be silent before another controller takes it over (Temporal's
     heartbeat timeout of the watch activity)."""
-    settle_window: Duration
+    settle_window: Wait
     """How long a machine waits after the first failed rank before it stops the others, so that
     the others can fail by themselves and leave their evidence."""
-    machine_lost_after: Duration
+    machine_lost_after: Span
     """How long a machine must be unreachable while training has stopped before it is lost."""
-    first_step_max: Duration
+    first_step_max: Span
     """Longest time from the start of a rank to its first reported step."""
-    hang_min: Duration
+    hang_min: Span
     """No hang is declared before this long without progress, however fast the steps were."""
     hang_factor: Annotated[float, Field(ge=2, le=1000)]
     """A hang is this many times the job's own learned step time without progress."""
-    section_max: Duration
+    section_max: Span
     """Longest time in a declared section ("eval", "save", ...) that names no limit of its own."""
-    exit_skew_max: Duration
+    exit_skew_max: Wait
     """Longest time between the first rank that exits with 0 and the last one."""
-    blind_job_after: Duration
+    blind_job_after: Span
     """No machine of a running job reachable for this long: tell a person (training goes on)."""
-    progress_report_interval: Duration
+    progress_report_interval: Span
     """How often the step and loss shown in the Temporal UI are refreshed."""
 
 
 class LadderPolicy(StrictModel):
     """Budgets and order of the ladder."""
 
-    stable_after: Duration
+    stable_after: Wait
     """An incident is over when the job has trained this long after its restart."""
-    budget_window: Duration
+    budget_window: Span
     """Budgets count what happened in the last stretch of this length."""
     infrastructure_restarts_max: Count
+    """Restarts and evictions within the window that are charged to machines and network."""
     user_code_restarts_max: Count
+    """Reattempts within the window that are charged to the owner's code."""
     unclear_restarts_max: Count
+    """Reattempts within the window of failures whose cause is not clear."""
     no_progress_restarts_max: Count
-    """Consecutive failures that never got past the same step before the budget counts as spent."""
+    """Restarts in a row that never got past the same step before their budget counts as spent."""
     evictions_per_window_max: Count
     """Machines this job may have evicted within the window."""
     user_code_gives_up: bool
-    """True: an owner's error that outlives its budget ends the job; False: it waits for a person."""
+    """Whether an owner's error that outlives its budget ends the job (else it waits for a
+    person)."""
 
 
 class TeardownPolicy(StrictModel):
     """How ranks are ended."""
 
-    stop_grace: Duration
+    stop_grace: Wait
     """Time between SIGTERM and SIGKILL when a job is paused, cancelled or resumed elsewhere."""
-    failure_grace: Duration
+    failure_grace: Wait
     """The same when the run has failed already: survivors have nothing left to save."""
-    kill_wait: Duration
+    kill_wait: Wait
     """Time after SIGKILL before processes that are still there make the machine faulty."""
 
 
 class MachinePolicy(StrictModel):
     """Claiming machines and talking to them."""
 
-    wait_poll_interval: Duration
+    wait_poll_interval: Span
     """How often a job that waits for machines looks again."""
-    command_validity: Duration
+    command_validity: Span
     """How long a command to an agent may be carried out after it was made."""
-    command_timeout: Duration
+    command_timeout: Span
     """How long a controller waits for an agent's answer to a command, without the teardown's own
     time."""
-    register_interval: Duration
+    register_interval: Span
     """How often an agent repeats its registration (it learns of fences and of its eviction so)."""
 
 
 class NotifyPolicy(StrictModel):
     """Telling people."""
 
-    webhook_url_env: str
+    webhook_url_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$", max_length=200)]
     """Name of the controller's environment variable that holds the webhook's URL; empty: none.
     The URL itself is a secret and never enters the policy, Temporal or the ledger."""
 
@@ -101,7 +126,7 @@ class RetentionPolicy(StrictModel):
 
     runs_on_machine_max: Annotated[int, Field(ge=1, le=10_000)]
     """Run folders (logs, progress, exit records) kept on a machine for each job."""
-    observations: Duration
+    observations: Span
     """Observations in the ledger; incidents and decisions are kept for ever."""
 
 
