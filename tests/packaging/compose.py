@@ -8,8 +8,10 @@ the environment are those that are written in the file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
+import random
 import re
 import socket
 import sys
@@ -44,12 +46,17 @@ def is_ours(service: dict[str, Any]) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Ports of loopback that nobody has now, all different.
+
+    Below the range from which Linux takes the ports of outgoing connections: they are used seconds
+    later, and must not be given away until then.
+    """
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ class Loopback:
                 text = re.sub(rf"(0\.0\.0\.0|127\.0\.0\.1):{port}\b", f"127.0.0.1:{here}", text)
         # Other services, with a port and without.
         for (owner, port), here in self.ports.items():
-            text = re.sub(rf"(?<![\w./-]){owner}:{port}\b", f"127.0.0.1:{here}", text)
+            text = re.sub(rf"(?<![\w.-]){owner}:{port}\b", f"127.0.0.1:{here}", text)
         for owner in self.services:
             text = re.sub(rf"(?<![\w./-]){owner}(?![\w:.-])", "127.0.0.1", text)
         text = text.replace(f"={IMAGE_USER}", f"={pwd.getpwuid(os.geteuid()).pw_name}")
