@@ -39,6 +39,7 @@ from activities.watching import MachineView, Shard
 from everstep.decide.attribution import MachineReport
 from everstep.machine.client import AgentRefused
 from everstep.spec import messages as m
+from everstep.spec.agent_api import ErrorCode
 from everstep.spec.base import Message
 
 BACKOFF_MIN_S = 0.1
@@ -254,8 +255,9 @@ class _Watch:
         except TimeoutError:
             return f"nothing came for {self._silence_max_s:g} s"
         except AgentRefused as refusal:
-            # A cursor that the agent does not take (another ring's, or nonsense it sent itself).
-            view.cursor, view.needs_state = None, True
+            if refusal.code is ErrorCode.BAD_REQUEST:
+                # A cursor that the agent does not take: read the whole ring.
+                view.cursor, view.needs_state = None, True
             return why(refusal)
         except Exception as error:  # noqa: BLE001 - whatever a sick agent sends makes it unknown
             return why(error)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ WARN_INTERVAL_MIN_S = 5.0
 """A save that fails at every step must not become a result, and history, at every step."""
 NOT_KNOWN_CONFIRM_S = 1.0
 """An agent must say twice, this far apart, that it does not know the run."""
+
+_CURSOR = re.compile("[0-9a-f]{16}:[0-9]{1,18}")
 
 _TROUBLE = frozenset(
     {
@@ -110,11 +113,11 @@ class Shard:
                 return True
             case api.GapLine():
                 view.ring_id = line.ring_id
-                view.cursor = f"{line.ring_id}:{line.oldest_seq - 1}"
+                view.cursor = _cursor(line.ring_id, line.oldest_seq - 1)
                 view.needs_state = True
                 return False
             case api.EventLine():
-                view.cursor = f"{view.ring_id}:{line.seq}"
+                view.cursor = _cursor(view.ring_id, line.seq)
                 if not self._is_ours(line.job_id, line.run_id, line.generation):
                     return False
                 self._event(view, line, now)
@@ -366,6 +369,12 @@ class Shard:
             # They have had their window.
             settle = self.request.policy.policy.detection.settle_window.total_seconds()
             self._trouble_at = now - settle
+
+
+def _cursor(ring_id: str, seq: int) -> str | None:
+    """A cursor that agents take; None (the whole ring) where the agent itself said nonsense."""
+    cursor = f"{ring_id[:17]}:{seq}"
+    return cursor if _CURSOR.fullmatch(cursor) else None
 
 
 def _how(rank: RankReport) -> str:
