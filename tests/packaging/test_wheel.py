@@ -66,7 +66,7 @@ def test_the_source_distribution_builds_by_itself(built: Path, wheel: Path) -> N
 
 @pytest.mark.parametrize("where", ["/", "hostile"])
 @pytest.mark.parametrize(
-    "command,answer",
+    ("command", "answer"),
     [
         pytest.param(("version",), "0.1.0", id="version"),
         pytest.param(("controller", "--help"), "--temporal", id="controller"),
