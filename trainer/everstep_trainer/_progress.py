@@ -6,7 +6,9 @@ half-made block is never read. On machines with weakly ordered memory a reader m
 one report mixed with the one before it; it reads again at its next poll.
 
 Everything that a training step touches lies in one contiguous piece, so that ``report`` is one
-``pack_into``. Without an agent the block is plain memory of the process, so that nothing here needs
+``pack`` and one copy. (Not ``pack_into``: it fills the place with zeros before it writes, and a rank
+that is killed or merely loses its turn in between would seem to be at step 0, with a NaN there.)
+Without an agent the block is plain memory of the process, so that nothing here needs
 to ask whether Everstep is there.
 
 Not here: judging progress (the agent does that).
@@ -36,18 +38,26 @@ FLAG_ATTACHED = 4
 FLAG_FINISHED = 8
 FLAG_SAVE_FAILED = 16
 
-# seq, pid, generation, step, loss, grad_norm, flags, monotonic ns, nonfinite step, steps reported
-_STEP = struct.Struct("<QIIqddQQqQ")
+# pid, generation, step, loss, grad_norm, flags, monotonic ns, nonfinite step, steps reported
+_STEP = struct.Struct("<IIqddQQqQ")
 # depth, entered (monotonic ns), limit in seconds, name
 _SECTION = struct.Struct("<QQd64s")
 # last committed step, step of the last failed save, its error
 _SAVES = struct.Struct("<qq256s")
-_SEQ = struct.Struct("<Q")
-_SEQ_AT, _SECTION_AT, _SAVES_AT = 8, 80, 168
+_FAILED = struct.Struct("<q256s")
+_FLAGS = struct.Struct("<Q")
+_COMMITTED = struct.Struct("<q")
+
+_SEQ_WORD = 1
+_STEP_AT = slice(16, 80)
+_FLAGS_AT = slice(48, 56)
+_SECTION_AT = slice(80, 168)
+_COMMITTED_AT = slice(168, 176)
+_FAILED_AT = slice(176, 440)
+_SAVES_AT = slice(168, 440)
 
 _NAN = math.nan
-_pack_step = _STEP.pack_into
-_pack_seq = _SEQ.pack_into
+_pack_step = _STEP.pack
 _isfinite = math.isfinite
 _now = time.monotonic_ns
 
@@ -84,34 +94,32 @@ class ProgressBlock:
         "_nonfinite_step",
         "_pid",
         "_seq",
-        "_step",
         "_steps",
+        "_words",
         "last_is_finite",
         "nonfinite_steps",
     )
 
     def __init__(self, memory: Memory, generation: int) -> None:
         self._memory: Memory = memory
+        self._words = memoryview(memory).cast("Q")  # a sequence number is stored in one go
         self._generation = generation
         self._pid = os.getpid()
         self._flags = FLAG_ATTACHED
-        self._step = NONE
         self._steps = 0
         self._nonfinite_step = NONE
         self.nonfinite_steps: set[int] = set()
         """Every step that was reported with a loss or gradient norm that is not finite."""
         self.last_is_finite = True
         """False when the newest report was one of those."""
-        seq: int = _SEQ.unpack_from(memory, _SEQ_AT)[0]
-        self._seq = (seq + 1) & ~1  # goes on where a previous writer of the same file ended
-        begun = self._begin()
-        _STEP.pack_into(
-            memory, _SEQ_AT, begun, self._pid, generation, NONE, _NAN, _NAN, self._flags, _now(),
-            NONE, 0,
-        )  # fmt: skip
-        _SECTION.pack_into(memory, _SECTION_AT, 0, 0, 0.0, b"")
-        _SAVES.pack_into(memory, _SAVES_AT, NONE, NONE, b"")
-        self._end(begun)
+        # Goes on where a previous writer of the same file ended.
+        self._seq = (self._words[_SEQ_WORD] + 1) & ~1
+        step = _pack_step(self._pid, generation, NONE, _NAN, _NAN, self._flags, _now(), NONE, 0)
+        self._write(
+            (_STEP_AT, step),
+            (_SECTION_AT, _SECTION.pack(0, 0, 0.0, b"")),
+            (_SAVES_AT, _SAVES.pack(NONE, NONE, b"")),
+        )
         memory[: len(MAGIC)] = MAGIC
 
     def report(self, step: int, loss: float | None = None, grad_norm: float | None = None) -> None:
@@ -130,76 +138,67 @@ class ProgressBlock:
             flags |= 2
             if not _isfinite(grad_norm):
                 finite = False
-        if not finite:
-            self._note_nonfinite(step)
-        self.last_is_finite = finite
-        self._step = step
-        self._flags = flags
-        self._steps += 1
-        seq = self._seq + 2
-        self._seq = seq
-        memory = self._memory
         try:
-            # The odd number is the first field that is written, and the even one the last.
-            _pack_step(
-                memory, 8, seq - 1, self._pid, self._generation, step, loss, grad_norm, flags,
-                _now(), self._nonfinite_step, self._steps,
+            block = _pack_step(
+                self._pid, self._generation, step, loss, grad_norm, flags, _now(),
+                self._nonfinite_step if finite else self._note_nonfinite(step), self._steps + 1,
             )  # fmt: skip
         except (struct.error, TypeError):
-            _pack_seq(memory, 8, seq)
-            raise TypeError(
-                f"step() takes a whole number and two floats or None, not {step!r:.40}, "
-                f"{loss!r:.40}, {grad_norm!r:.40}"
-            ) from None
-        _pack_seq(memory, 8, seq)
+            raise _wrong_arguments(step, loss, grad_norm) from None
+        self.last_is_finite = finite
+        self._flags = flags
+        self._steps += 1
+        seq = self._seq
+        self._seq = seq + 2
+        words = self._words
+        words[1] = seq + 1
+        self._memory[_STEP_AT] = block
+        words[1] = seq + 2
 
     def write_section(self, depth: int, entered_ns: int, limit_s: float, name: str) -> None:
         """The innermost declared section; at depth 0 the instant the last one was left."""
-        begun = self._begin()
-        _SECTION.pack_into(self._memory, _SECTION_AT, depth, entered_ns, limit_s, _fit(name, 64))
-        self._end(begun)
+        self._write((_SECTION_AT, _SECTION.pack(depth, entered_ns, limit_s, _fit(name, 64))))
 
     def write_committed(self, step: int) -> None:
         """Checkpoint ``step`` is complete."""
-        begun = self._begin()
-        struct.pack_into("<q", self._memory, _SAVES_AT, step)
-        self._end(begun)
+        self._write((_COMMITTED_AT, _COMMITTED.pack(step)))
 
     def write_failed_save(self, step: int, error: str) -> None:
         """The save of ``step`` failed; the flag stays, since the error does too."""
         self._flags |= FLAG_SAVE_FAILED
-        begun = self._begin()
-        self._write_flags()
-        struct.pack_into("<q256s", self._memory, _SAVES_AT + 8, step, _fit(error, 256))
-        self._end(begun)
+        self._write(
+            (_FLAGS_AT, _FLAGS.pack(self._flags)),
+            (_FAILED_AT, _FAILED.pack(step, _fit(error, 256))),
+        )
 
     def write_finished(self) -> None:
         """The interpreter ends by itself."""
         self._flags |= FLAG_FINISHED
-        begun = self._begin()
-        self._write_flags()
-        self._end(begun)
+        self._write((_FLAGS_AT, _FLAGS.pack(self._flags)))
 
     def detach(self) -> None:
         """Write into memory of our own from now on (a forked child must not speak for the rank)."""
         self._memory = bytearray(BLOCK_BYTES)
+        self._words = memoryview(self._memory).cast("Q")
 
-    def _note_nonfinite(self, step: int) -> None:
+    def _note_nonfinite(self, step: int) -> int:
+        """The first such step; knows this one from now on."""
         if self._nonfinite_step == NONE:
             self._nonfinite_step = step
         self.nonfinite_steps.add(step)
+        return self._nonfinite_step
 
-    def _write_flags(self) -> None:
-        struct.pack_into("<Q", self._memory, 48, self._flags)
+    def _write(self, *pieces: tuple[slice, bytes]) -> None:
+        self._words[_SEQ_WORD] = self._seq + 1
+        for place, content in pieces:
+            self._memory[place] = content
+        self._seq += 2
+        self._words[_SEQ_WORD] = self._seq
 
-    def _begin(self) -> int:
-        begun = self._seq + 1
-        _pack_seq(self._memory, _SEQ_AT, begun)
-        return begun
 
-    def _end(self, begun: int) -> None:
-        self._seq = begun + 1
-        _pack_seq(self._memory, _SEQ_AT, self._seq)
+def _wrong_arguments(*given: object) -> TypeError:
+    shown = ", ".join(f"{value!r:.40}" for value in given)
+    return TypeError(f"step() takes a whole number and two floats or None, not {shown}")
 
 
 def _fit(text: str, room: int) -> bytes:
