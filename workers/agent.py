@@ -210,16 +210,7 @@ class Agent:
     async def _stop_all_once(self, reason: str) -> dict[str, int]:
         self.desk.ending = True
         jobs = self.runs.live_jobs()
-        run_ids = {(run.job_id, run.generation): run.run_id for run in self.runs.summaries()}
-        for job_id, generation in jobs.items():
-            # First, so that a controller knows why ranks end before it sees the first one end.
-            self.ring.emit(
-                EventKind.PLANNED_STOP,
-                job_id=job_id,
-                run_id=run_ids.get((job_id, generation)),
-                generation=generation,
-                reason=reason,
-            )
+        # Each says ``planned_stop`` before its first rank ends, so that controllers know why.
         results = await asyncio.gather(
             *(
                 self.runs.stop(
@@ -266,11 +257,17 @@ class Agent:
         )
 
     async def _apply(self, answer: RegistrationAnswer) -> None:
-        for job_id, generation in sorted(answer.fences.items()):
-            await self.desk.apply_fence(job_id, generation)
-        if answer.evicted != self.desk.evicted:
-            log.warning("evicted" if answer.evicted else "released")
-        self.desk.evicted = answer.evicted
+        # At once, since ending ranks takes a while; and a refused registration releases nobody.
+        evicted = answer.evicted or (self.desk.evicted and not answer.accepted)
+        if evicted != self.desk.evicted:
+            log.warning("evicted" if evicted else "released")
+        self.desk.evicted = evicted
+        await asyncio.gather(
+            *(
+                self.desk.apply_fence(job_id, generation)
+                for job_id, generation in sorted(answer.fences.items())
+            )
+        )
         interval_s = answer.heartbeat_interval_s
         self.streams.heartbeat_interval_s = min(max(interval_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
 

@@ -13,6 +13,7 @@ A full disk stops everything that cannot be remembered, except stopping. Not her
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
@@ -151,13 +152,10 @@ class CommandDesk:
 
     async def apply_fence(self, job_id: str, generation: int) -> None:
         """Refuse everything of the job that is older and end its ranks, also on a full disk."""
-        async with self._lock(job_id):
-            kept = await asyncio.to_thread(self._fences.allow_from, job_id, generation)
-            if not kept:
-                log.error(
-                    "a fence holds in memory only", job_id=job_id, problem=self._fences.problem
-                )
-            await self._runs.stop_older(job_id, generation)
+        kept = await asyncio.to_thread(self._fences.allow_from, job_id, generation)
+        if not kept:
+            log.error("a fence holds in memory only", job_id=job_id, problem=self._fences.problem)
+        await self._runs.stop_older(job_id, generation)
 
     def _ended(self, command_id: str, task: asyncio.Task[Message]) -> None:
         self._running.pop(command_id, None)
@@ -171,10 +169,9 @@ class CommandDesk:
             if entry.answer is not None:
                 return _stored(type(command), entry.answer)
         self._check(command)
-        # Copying may take long and must not keep a stop waiting.
-        alone = isinstance(command, MaterialiseCode)
-        lock = asyncio.Lock() if alone else self._lock(command.job_id)
-        async with lock:
+        # Nothing may keep a stop waiting: ``runs`` lets one overtake whatever it has to end.
+        in_turn = isinstance(command, (PrepareRun, StartRun))
+        async with self._lock(command.job_id) if in_turn else contextlib.nullcontext():
             self._check(command)
             await self._remember(command, digest)
             try:

@@ -172,7 +172,7 @@ async def test_a_repetition_waits_for_the_first_that_is_under_way(bench: Bench) 
 async def test_expiry_is_looked_at_again_right_before_the_effect(bench: Bench) -> None:
     """The command was in time when it came, and waited for another one of its job."""
     bench.runs.gate = asyncio.Event()
-    first = asyncio.create_task(bench.do(StopRun, command_id="slow"))
+    first = asyncio.create_task(bench.do(PrepareRun, command_id="slow"))
     await until(lambda: bench.runs.calls, "the effect to begin")
     limit = time.monotonic() + 0.05
     late = asyncio.create_task(bench.do(StartRun, command_id="late", not_after_s=limit))
@@ -381,6 +381,19 @@ class SlowCode(CodeStore):
         self.copying.set()
         await self.let_go.wait()
         return Path("/done")
+
+
+async def test_a_stop_is_not_kept_waiting_by_another_command(bench: Bench) -> None:
+    bench.runs.gate = asyncio.Event()
+    slow = [
+        asyncio.create_task(bench.do(PrepareRun, command_id="a")),
+        asyncio.create_task(bench.do(StopRun, command_id="b", grace_s=60.0)),
+    ]
+    await until(lambda: len(bench.runs.calls) == 2, "both to begin")
+    quick = asyncio.create_task(bench.do(StopRun, command_id="c"))
+    await until(lambda: bench.runs.effects("stop") == 2, "the second stop to begin")
+    bench.runs.gate.set()
+    await asyncio.gather(quick, *slow)
 
 
 async def test_a_stop_is_not_kept_waiting_by_a_copy(bench: Bench, tmp_path: Path) -> None:
