@@ -106,7 +106,7 @@ class RunMonitor:
 
     def _take(self, rank: int, reading: Progress, now_ns: int) -> None:
         before = self._seen.get(rank)
-        if before is not None:
+        if before is not None and rank not in self._facts.stalls:  # a hang is no step time
             self._learn(before, reading)
         if reading.finished:
             self._finished_ns.setdefault(rank, now_ns)

@@ -91,7 +91,7 @@ def _index(value: int) -> int | None:
     return value if value >= 0 else None
 
 
-def parse(raw: bytes) -> Progress | None:
+def parse(raw: bytes | bytearray) -> Progress | None:
     """The progress in a whole block; None before the rank has attached."""
     if len(raw) < _LAYOUT.size or raw[:8] != MAGIC:
         return None
@@ -140,8 +140,10 @@ class ProgressReader:
             for _ in range(_TRIES):
                 raw = os.pread(self._fd, _LAYOUT.size, 0)
                 seq = int.from_bytes(raw[8:16], "little")
-                # Read twice: the writer may store the sequence and the block in one go.
-                if (seq % 2 == 0 or final) and os.pread(self._fd, _LAYOUT.size, 0) == raw:
+                # Read twice, since the writer stores the sequence and the block in one go. And 0 is
+                # no sequence: Python's pack_into clears the whole piece before it fills it.
+                whole = seq != 0 and (seq % 2 == 0 or final)
+                if whole and os.pread(self._fd, _LAYOUT.size, 0) == raw:
                     self._last = parse(raw)
                     break
         except OSError:

@@ -75,10 +75,8 @@ class RunManager:
             found = run_folders(self._runs_dir)
         except OSError as error:
             raise StateUnusable(f"state directory {self._runs_dir}: {error}") from None
+        self._recall_stopped()
         for job_id, generation, folder in found:
-            with contextlib.suppress(OSError, ValueError):
-                stopped = int((folder.path.parent / _STOPPED_FILE).read_text("ascii"))
-                self._stopped[job_id] = max(stopped, self._stopped.get(job_id, 0))
             record = folder.read_plan()
             if record is None or (record.job_id, record.generation) != (job_id, generation):
                 log.warning(
@@ -87,6 +85,11 @@ class RunManager:
                 continue
             await self._adopt_one(folder, record)
         self._start_ticking()
+
+    def _recall_stopped(self) -> None:
+        for path in self._runs_dir.glob(f"*/{_STOPPED_FILE}"):
+            with contextlib.suppress(OSError, ValueError):
+                self._stopped[path.parent.name] = int(path.read_text("ascii"))
 
     async def _adopt_one(self, folder: RunFolder, record: RunRecord) -> None:
         try:

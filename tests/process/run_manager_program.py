@@ -25,7 +25,8 @@ async def main(state_dir: Path, events: Path, plan_file: Path | None) -> None:
     manager = RunManager(state_dir=state_dir, machine_id="m1", emit=emit)
     await manager.adopt()
     if plan_file is not None:
-        plan = RunPlan.model_validate_json(plan_file.read_text())
+        text = await asyncio.to_thread(plan_file.read_text)
+        plan = RunPlan.model_validate_json(text)
         await manager.start("job", 1, plan)
     while line := await asyncio.to_thread(sys.stdin.readline):
         command, grace_s = line.split()

@@ -80,7 +80,7 @@ def plan(
     limits: dict[str, Any] | None = None,
     **changes: Any,
 ) -> RunPlan:
-    """A plan whose ranks run a Python script (``rank``, ``mark(file)``, ``wait(file)`` are given)."""
+    """A plan whose ranks run a Python script; it has ``rank``, ``mark(file)``, ``wait(file)``."""
     code = PRELUDE + textwrap.dedent(script)
     values: dict[str, Any] = {
         "run_id": f"job-{generation}",

@@ -32,7 +32,7 @@ class Agent:
 
     async def start_run(self, script: str, **options: object) -> None:
         self._plan_file.write_text(plan(script, **options).model_dump_json())  # type: ignore[arg-type]
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # noqa: ASYNC220 - a test may block for a moment
             [sys.executable, PROGRAM, self.machine.state_dir, self._events_file, self._plan_file],
             stdin=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -253,7 +253,8 @@ async def test_pids_that_have_a_new_owner_are_not_taken_for_ranks(machine: Machi
     await machine.start("mark('ready'); time.sleep(600)")
     await machine.marked("ready")
     await machine.manager.close()
-    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    program = [sys.executable, "-c", "import time; time.sleep(600)"]
+    stranger = subprocess.Popen(program)  # noqa: ASYNC220 - a test may block for a moment
     try:
         os.kill(machine.shim_pid(), signal.SIGKILL)
         files = machine.folder() / "ranks.jsonl", machine.folder() / "shim.json"

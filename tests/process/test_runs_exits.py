@@ -10,7 +10,6 @@ import pytest
 
 from everstep.decide.words import LogClass, RankState
 from everstep.spec.agent_api import EventKind
-
 from tests.process.runs_world import Machine, is_alive, rank_report, until
 
 FOREVER = "time.sleep(600)"
