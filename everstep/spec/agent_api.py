@@ -2,10 +2,10 @@
 
 ``docs/agent-api.md`` is the readable form. All bodies are JSON, bearer-token authenticated.
 
-Every command carries the envelope ``(job_id, generation, command_id, agent_boot_id, not_after_s)``:
-an older generation than the agent has seen for the job is refused, a repeated id answers with its
-first result, and expiry counts on the agent's own monotonic clock, which ``GET /v1/machine`` and the
-event stream report, so no two machines' clocks are ever compared.
+Every command carries the envelope ``(job_id, generation, command_id, agent_boot_id,
+not_after_s)``: an older generation than the agent has seen for the job is refused, a repeated id
+answers with its first result, and expiry counts on the agent's own monotonic clock, which ``GET
+/v1/machine`` and the event stream report, so no two machines' clocks are ever compared.
 """
 
 from __future__ import annotations
@@ -258,8 +258,10 @@ class HeartbeatLine(Message):
 
 
 class GapLine(Message):
-    """Events were overwritten, or the ring is not the one the cursor belongs to: look at the
-    current state (``GET /v1/runs/{job}/{generation}``) before reading on."""
+    """Events were overwritten, or the ring is not the one the cursor belongs to.
+
+    Look at the current state (``GET /v1/runs/{job}/{generation}``) before reading on.
+    """
 
     type: Literal["gap"] = "gap"
     ring_id: str

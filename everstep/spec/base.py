@@ -41,11 +41,15 @@ def _parse_duration(value: Any) -> Any:
             return timedelta(0)
         raise ValueError(f"a duration needs a unit: write {value}s, {value}m or {value}h")
     try:
+        if any(sign in value[1:] for sign in "+-"):
+            raise ValueError(value)
         parsed = durationpy.from_str(value)
     except Exception:  # noqa: BLE001 - the library raises several types, all mean the same
         raise ValueError("a duration is written like 500ms, 30s, 5m or 1h30m") from None
     if parsed < timedelta(0):
         raise ValueError("a duration cannot be negative")
+    if parsed % timedelta(milliseconds=1):
+        raise ValueError("a duration is a whole number of milliseconds")
     return parsed
 
 

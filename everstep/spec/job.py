@@ -42,11 +42,17 @@ class Layout(StrictModel):
     """
 
     tp: Annotated[int, Field(ge=1)] = 1
+    """Tensor parallel."""
     cp: Annotated[int, Field(ge=1)] = 1
+    """Context parallel."""
     ep: Annotated[int, Field(ge=1)] = 1
+    """Expert parallel."""
     dp: Annotated[int, Field(ge=1)] | None = None
+    """Data parallel; not given: all ranks that the other axes leave."""
     pp: Annotated[int, Field(ge=1)] = 1
+    """Pipeline parallel."""
     order: tuple[str, ...] = AXES
+    """Axes from the one whose neighbours have adjacent ranks to the farthest apart."""
 
     @field_validator("order")
     @classmethod
@@ -97,11 +103,17 @@ class JobSpec(StrictModel):
     """
 
     name: JobName
+    """A DNS label of at most 62 characters; the job's id everywhere."""
     command: Annotated[tuple[str, ...], Field(min_length=1, max_length=1000)]
+    """What every rank runs: a list of words, or one line that is split like a shell would."""
     machines: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """How many machines a run needs."""
     ranks_per_machine: Annotated[int, Field(ge=1, le=128)] = 1
+    """Ranks on each machine, usually one for each GPU."""
     layout: Layout = Layout()
+    """Sizes of the parallel axes and order of ranks."""
     env: Annotated[dict[str, str], Field(max_length=500)] = Field(default_factory=dict)
+    """Environment variables of the ranks."""
     working_dir: str | None = None
     """Absolute directory to start ranks in. Default: the materialised code version, else the run's
     own folder."""
@@ -109,9 +121,11 @@ class JobSpec(StrictModel):
     """Absolute directory whose files are the job's code version; copied to every machine and run
     from there. None: the command refers to files that are already on the machines."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    """Where the trainer library saves."""
     policy: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the fleet's policy for this job, in the policy file's own shape."""
     labels: Annotated[dict[str, str], Field(max_length=50)] = Field(default_factory=dict)
+    """Anything for people and other programs; Everstep only stores it."""
 
     @property
     def world_size(self) -> int:

@@ -87,8 +87,10 @@ class RegisterJob(Message):
 
 
 class LiveRun(Message):
-    """A run of this job that the ledger holds open (Temporal's database was lost, or the workflow
-    was started anew): it is adopted, not doubled."""
+    """A run of this job that the ledger holds open: it is adopted, not doubled.
+
+    Temporal's database was lost, or the workflow was started anew.
+    """
 
     run_id: str
     generation: int
@@ -285,8 +287,10 @@ class ConfirmMachines(Message):
 
 
 class ConfirmedMachines(Message):
-    """A report for each: ``lost`` where the policy's time has run out; else what the machine said
-    when it came back (its ranks are stopped then)."""
+    """A report for each: ``lost`` where the policy's time has run out.
+
+    Else it is what the machine said when it came back (its ranks are stopped then).
+    """
 
     reports: tuple[MachineReport, ...] = ()
 
@@ -483,8 +487,11 @@ class IncidentSummary(Message):
 
 
 class IncidentInput(Message):
-    """One round of an incident. With ``decision`` the job has decided already (fast path) and the
-    round records, looks closer and notifies; without, the round decides."""
+    """One round of an incident.
+
+    With ``decision`` the job has decided already (fast path) and the round records, looks closer
+    and notifies; without, the round decides.
+    """
 
     incident_id: str
     job_id: str

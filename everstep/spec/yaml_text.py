@@ -136,11 +136,14 @@ class _Plain:
     def __init__(self, source: str | None) -> None:
         self._source = source
         self._nodes = 0
+        self._top: int | None = None
 
     def convert(self, value: Any, loc: Loc, depth: int, line: int | None = None) -> Any:
         self._nodes += 1
         if self._nodes > NODES_MAX or depth > DEPTH_MAX:
-            self._refuse(loc[:3], line, "aliases that expand too far", "the values written out")
+            self._refuse(
+                loc[:1], self._top, "aliases that expand too far", "the values written out"
+            )
         tag = getattr(getattr(value, "tag", None), "value", None)
         if isinstance(value, TaggedScalar) or tag:
             self._refuse(loc, line, "a YAML tag (!...)", "plain values only")
@@ -157,6 +160,7 @@ class _Plain:
         out: dict[str, Any] = {}
         for key, item in value.items():
             line = _line_of_item(value, key)
+            self._top = line if depth == 0 else self._top
             if not isinstance(key, str):
                 self._refuse(loc, line, f"the key {cut(str(key))}", "a key must be text: quote it")
             out[str(key)] = self.convert(item, (*loc, str(key)), depth + 1, line)
