@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -34,6 +35,7 @@ from temporalio.common import (
 )
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.runtime import LoggingConfig, Runtime, TelemetryConfig, TelemetryFilter
 from temporalio.service import RPCError
 
 from everstep import rpc_errors
@@ -61,6 +63,7 @@ SPEC_MEMO = "everstep_spec_sha256"
 
 CONNECT_TIMEOUT = timedelta(seconds=5)
 QUERY_TIMEOUT = timedelta(seconds=10)
+COURTESY_TIMEOUT = timedelta(seconds=2)
 UPDATE_TIMEOUT = timedelta(seconds=20)
 TASK_TIMEOUT = timedelta(seconds=2)
 """A controller killed inside a workflow task is replaced after this long."""
@@ -123,6 +126,7 @@ class Client:
                 where.temporal.value,
                 data_converter=pydantic_data_converter,
                 connect_timeout=CONNECT_TIMEOUT,
+                runtime=_quiet_runtime(),
                 **options,
             )
         except (RuntimeError, ValueError) as error:
@@ -246,7 +250,7 @@ class Client:
             )
         phase: JobPhase | None = None
         try:
-            phase = (await self.status(job.name)).phase
+            phase = (await self.status(job.name, limit=COURTESY_TIMEOUT)).phase
         except Unreachable:
             # It is there, which is what was asked; its phase is a courtesy.
             phase = None
@@ -274,11 +278,11 @@ class Client:
 
     # --- looking -------------------------------------------------------------------------------
 
-    async def status(self, job_id: str) -> m.JobStatus:
+    async def status(self, job_id: str, *, limit: timedelta = QUERY_TIMEOUT) -> m.JobStatus:
         """The job's own answer about where it is."""
         try:
             found: m.JobStatus = await self._handle(job_id).query(
-                "status", result_type=m.JobStatus, rpc_timeout=QUERY_TIMEOUT
+                "status", result_type=m.JobStatus, rpc_timeout=limit
             )
             return found
         except rpc_errors.SDK_ERRORS as error:
@@ -410,6 +414,13 @@ class Client:
 
     def _handle(self, job_id: str) -> WorkflowHandle[Any, Any]:
         return self._temporal.get_workflow_handle(m.job_workflow_id(job_id))
+
+
+@lru_cache(maxsize=1)
+def _quiet_runtime() -> Runtime:
+    """The SDK's core without its own log lines: outages are told in our words."""
+    quiet = LoggingConfig(TelemetryFilter(core_level="ERROR", other_level="ERROR"))
+    return Runtime(telemetry=TelemetryConfig(logging=quiet), worker_heartbeat_interval=None)
 
 
 def _connect_options(places: Places) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from everstep.errors import NotFound, Unreachable
 from everstep.ledger.views import RunRow
 from everstep.ledger_reader import list_machines, read_job_spec, read_run
 from everstep.machine.client import AgentClient
-from everstep.machine.client_errors import AgentRefused, AgentUnreachable
+from everstep.machine.conversation import AgentRefused, AgentUnreachable
 from everstep.secrets import Secrets
 
 FOLLOW_POLL_S = 1.0
