@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -135,7 +134,7 @@ def test_a_real_models_and_optimizers_state_comes_back(directory: Path) -> None:
     model(torch.randn(4, 5, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     schedule.step()
-    state = {
+    state: dict[str, Any] = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
@@ -178,7 +177,9 @@ def test_what_is_loaded_is_writable_and_shares_nothing(directory: Path) -> None:
     assert loaded["a"].data_ptr() % 64 == 0
 
 
-Point = namedtuple("Point", "x y")
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 class Subclass(dict[str, int]):
@@ -236,12 +237,12 @@ def test_a_state_with_too_many_plain_values_is_refused(directory: Path) -> None:
 )  # fmt: skip
 def test_a_tree_that_nobody_wrote_is_unreadable(tree: Any) -> None:
     with pytest.raises(CheckpointUnreadable):
-        # A tensor is no dict key and no bytes: whatever is made of it must not get out.
-        made = _codec.decode(tree, [torch.zeros(1)])
-        raise AssertionError(made)
+        _codec.decode(tree, [torch.zeros(1)])
 
 
 def test_a_bottomless_tree_is_unreadable() -> None:
-    tree: Any = functools.reduce(lambda inner, _: ["l", [inner]], range(5000), 1)
+    tree: Any = 1
+    for _ in range(5000):
+        tree = ["l", [tree]]
     with pytest.raises(CheckpointUnreadable):
         _codec.decode(tree, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,14 @@ def test_a_disk_without_room_for_the_progress_file_does_not_kill_the_rank(
     hole = small_disk / "progress.bin"
     with hole.open("wb") as file:
         file.truncate(4096)
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
+    with filler.open("wb") as file, pytest.raises(OSError, match="No space left"):
+        os.posix_fallocate(file.fileno(), 0, 4 << 20)
+    for _ in range(1024):
+        if not shutil.disk_usage(small_disk).free:
+            break
+        with filler.open("ab") as file:
             file.write(b"\0" * 4096)
+    assert shutil.disk_usage(small_disk).free == 0
     from everstep_trainer import Session
 
     session = Session(Job(tmp_path / "job").environ(EVERSTEP_PROGRESS_FILE=str(hole)))

@@ -20,6 +20,7 @@ from tests.trainer.kit import CHECKOUT, PROGRAMS, TRAINER
         pytest.param(0, 1, 60, id="completing and pruning"),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_at_any_point_of_a_save_harms_nothing(
     tmp_path: Path, killed_rank: int, keep: int, points_min: int

@@ -211,7 +211,7 @@ while not os.path.exists(os.environ["STOP"]):
     create(path)
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     environ = {**kept, "PYTHONPATH": str(TRAINER), "STOP": str(stop), **job.environ()}
-    seen = set()
+    seen: set[int] = set()
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
         reader = ProgressReader(path)
         try:

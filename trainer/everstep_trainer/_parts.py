@@ -32,7 +32,7 @@ DIGEST_BYTES = 32
 HEADER_BYTES_MAX = 64 * 1024 * 1024
 """The controller reads headers too, with this bound."""
 _PREFIX = struct.Struct("<8sQ")
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 class PartSummary(NamedTuple):

@@ -6,8 +6,8 @@ half-made block is never read. On machines with weakly ordered memory a reader m
 one report mixed with the one before it; it reads again at its next poll.
 
 Everything that a training step touches lies in one contiguous piece, so that ``report`` is one
-``pack`` and one copy. (Not ``pack_into``: it fills the place with zeros before it writes, and a rank
-that is killed or merely loses its turn in between would seem to be at step 0, with a NaN there.)
+``pack`` and one copy. (Not ``pack_into``: it fills the place with zeros before it writes, and a
+rank that is killed or loses its turn in between would seem to be at step 0, with a NaN there.)
 Without an agent the block is plain memory of the process, so that nothing here needs
 to ask whether Everstep is there.
 

@@ -8,6 +8,7 @@ it. Prints one JSON line: how many points there were and what went wrong.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -23,13 +24,14 @@ from everstep_trainer import Session
 from everstep.machine import checkpoints
 from tests.trainer.kit import Job, same
 
-BLOB_BYTES = 9 << 20
+BLOB_BYTES = (2 << 20) + 1000
 """More than two of the pieces in which a part is written, so that it can be torn."""
 
 
 def state(rank: int, step: int) -> dict[str, Any]:
-    """What a rank saves; rank 1's is large."""
-    return {"rank": rank, "step": step, "blob": bytes([step]) * (BLOB_BYTES if rank == 1 else 10)}
+    """What a rank saves; rank 1's of step 3 is large."""
+    size = BLOB_BYTES if (rank, step) == (1, 3) else 10
+    return {"rank": rank, "step": step, "blob": bytes([step]) * size}
 
 
 def killed_at(point: int, work: Callable[[], object]) -> bool:
@@ -80,6 +82,11 @@ def wrong_with(job: Job, older: int, newest: int) -> str | None:
     return None
 
 
+def save(session: Session, step: int) -> None:
+    """What is interrupted."""
+    session.save(step, state(session.rank, step))
+
+
 def sweep(root: Path, *, killed_rank: int, keep: int) -> dict[str, Any]:
     """All points of the save of step 3, on one rank of two."""
     prepared = Job(root / "prepared", world_size=2, keep=keep)
@@ -92,10 +99,7 @@ def sweep(root: Path, *, killed_rank: int, keep: int) -> dict[str, Any]:
         job = Job(root / "job", world_size=2, keep=keep)
         shutil.copytree(prepared.checkpoints, job.checkpoints)
 
-        def save(session: Session = job.session(killed_rank)) -> None:
-            session.save(3, state(killed_rank, 3))
-
-        hit = killed_at(points, save)
+        hit = killed_at(points, functools.partial(save, job.session(killed_rank), 3))
         problem = wrong_with(job, older=2, newest=3)
         if problem:
             wrong.append(f"killed at point {points}: {problem}")
