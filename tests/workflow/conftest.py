@@ -103,7 +103,7 @@ class Bench:
 
         for _ in range(limit):
             answer = condition()
-            if (await answer if not isinstance(answer, bool) else answer):
+            if await answer if not isinstance(answer, bool) else answer:
                 return
             await asyncio.sleep(0.025)
         raise AssertionError("the state was never reached")

@@ -76,8 +76,12 @@ async def test_machine_lost_is_evicted_and_a_standby_takes_its_place(bench: Benc
     world.scripts[1] = Script(
         [FIRST, trouble(rank_exit(0))],
         ranks={
-            0: exited(0, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer"),
-            1: exited(1, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer"),
+            0: exited(
+                0, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer"
+            ),
+            1: exited(
+                1, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer"
+            ),
         },
         unreachable=frozenset({"m2"}),
         lost=frozenset({"m2"}),
@@ -149,7 +153,9 @@ async def test_spent_budget_waits_for_a_person_and_resume_goes_on(bench: Bench) 
 
 async def test_failing_again_at_once_is_the_next_round_of_the_same_incident(bench: Bench) -> None:
     world = bench.world
-    world.scripts[1] = Script([FIRST, trouble(rank_exit(1))], ranks={1: exited(1, signal=9, step=9)})
+    world.scripts[1] = Script(
+        [FIRST, trouble(rank_exit(1))], ranks={1: exited(1, signal=9, step=9)}
+    )
     world.scripts[2] = Script([trouble(rank_exit(1))], ranks={1: exited(1, signal=9)})
     world.scripts[3] = Script([FIRST, DONE])
     result = await (await bench.start()).result()
@@ -159,7 +165,9 @@ async def test_failing_again_at_once_is_the_next_round_of_the_same_incident(benc
 
 async def test_incident_closes_when_stable(bench: Bench, default_policy: Any) -> None:
     world = bench.world
-    world.scripts[1] = Script([FIRST, trouble(rank_exit(1))], ranks={1: exited(1, signal=9, step=9)})
+    world.scripts[1] = Script(
+        [FIRST, trouble(rank_exit(1))], ranks={1: exited(1, signal=9, step=9)}
+    )
     ticks = [Say("tick", step=20 + i) for i in range(8)]
     world.scripts[2] = Script([FIRST, *ticks, Say("hold")])
     handle = await bench.start()
@@ -177,7 +185,9 @@ async def test_low_confidence_waits_for_the_closer_look(bench: Bench) -> None:
     world = bench.world
     world.diagnose_gate = asyncio.Event()
     lost_peer = {
-        rank: exited(rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection reset by peer")
+        rank: exited(
+            rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection reset by peer"
+        )
         for rank in range(4)
     }
     world.scripts[1] = Script([FIRST, trouble(rank_exit(0))], ranks=lost_peer)
@@ -380,7 +390,8 @@ async def test_live_run_in_the_ledger_is_adopted(bench: Bench) -> None:
         run_id="job/5",
         generation=5,
         machines=tuple(
-            m.MachineRef(machine_id=f"m{i + 1}", address="127.0.0.1", group_rank=i) for i in range(2)
+            m.MachineRef(machine_id=f"m{i + 1}", address="127.0.0.1", group_rank=i)
+            for i in range(2)
         ),
         code_version="none",
         code_path=None,

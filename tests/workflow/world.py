@@ -75,7 +75,11 @@ def exited(
 def rank_exit(rank: int, reason: str = "exited") -> m.ObservationRecord:
     """What a watch says about a failed rank."""
     return m.ObservationRecord(
-        kind=EventKind.RANK_EXITED, verdict=Verdict.FAULTY, machine_id=None, rank=rank, reason=reason
+        kind=EventKind.RANK_EXITED,
+        verdict=Verdict.FAULTY,
+        machine_id=None,
+        rank=rank,
+        reason=reason,
     )
 
 
@@ -110,7 +114,11 @@ class World:
 
     def activities(self) -> list[Callable[..., object]]:
         """All implementations, for a worker."""
-        return [getattr(self, name) for name in dir(self) if hasattr(getattr(self, name), "__temporal_activity_definition")]
+        return [
+            getattr(self, name)
+            for name in dir(self)
+            if hasattr(getattr(self, name), "__temporal_activity_definition")
+        ]
 
     def unused(self) -> list[str]:
         """Scripted events that never happened."""
@@ -161,7 +169,9 @@ class World:
     async def start_ranks(self, request: m.StartRanks) -> m.StartedRanks:
         self.started.append(request)
         script = self.scripts.get(request.generation, Script())
-        started = tuple(r.machine_id for r in request.machines if r.machine_id not in script.refused)
+        started = tuple(
+            r.machine_id for r in request.machines if r.machine_id not in script.refused
+        )
         assert not (set(started) & set(self.blocked)), "a blocked machine was started"
         assert not self.running, "two runs at once"
         self.running.add(request.generation)
@@ -174,9 +184,7 @@ class World:
         if self.on_stop:
             self.on_stop(request)
         script = self.scripts.get(request.generation, Script())
-        return m.StoppedRanks(
-            reports=tuple(self._report(ref, script) for ref in request.machines)
-        )
+        return m.StoppedRanks(reports=tuple(self._report(ref, script) for ref in request.machines))
 
     def _report(self, ref: m.MachineRef, script: Script) -> MachineReport:
         if ref.machine_id in script.unreachable:
