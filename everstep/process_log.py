@@ -34,7 +34,7 @@ class LossyStream:
             self._stream.flush()
 
 
-def configure_logging(process: str) -> None:
+def configure_logging(process: str, *, level: int = logging.INFO) -> None:
     """Set up structlog and the standard library's logging for this process."""
     structlog.configure(
         processors=[
@@ -46,13 +46,13 @@ def configure_logging(process: str) -> None:
                 key_order=["timestamp", "level", "event"], drop_missing=True
             ),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.WARNING,
+        level=max(level, logging.WARNING),
         format="timestamp='%(asctime)s' level='%(levelname)s' event=%(message)r logger=%(name)s",
     )
     structlog.contextvars.bind_contextvars(process=process)

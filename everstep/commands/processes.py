@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -88,6 +89,9 @@ def demo(
 ) -> None:
     """Break a real training job again and again, and compare it with an uninterrupted one."""
     from everstep.demo.run import DemoOptions, run_demo
+    from everstep.process_log import configure_logging
+
+    configure_logging("demo", level=logging.ERROR)
 
     options = DemoOptions(
         report=report, state=state, keep=keep, quick=quick, only=frozenset(only or ())
