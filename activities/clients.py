@@ -32,6 +32,9 @@ LOCATIONS_FRESH_S = 0.5
 AT_ONCE_MAX = 256
 """Machines that one activity talks to at once: a whole shard."""
 
+CANCEL_AGAIN_S = 0.2
+CANCELS_MAX = 10
+
 log = structlog.get_logger(__name__)
 
 Line = api.HelloLine | api.EventLine | api.HeartbeatLine | api.GapLine
@@ -57,8 +60,8 @@ class Agent(Protocol):
     async def info(self) -> api.MachineInfo:
         """The machine and its agent's clock."""
 
-    async def run_state(self, job_id: str, generation: int) -> api.RunState | None:
-        """The present state of a run; None when the machine has no such run."""
+    async def run_state(self, job_id: str, generation: int) -> api.RunState:
+        """The present state of a run."""
 
     async def log_tail(self, job_id: str, generation: int, rank: int, tail_bytes: int = ...) -> str:
         """The last part of a rank's log."""
@@ -67,12 +70,25 @@ class Agent(Protocol):
         """Lines of the event stream from a cursor on."""
 
     async def prepare_run(
-        self, *, job_id: str, generation: int, command_id: str, validity_s: float
+        self,
+        *,
+        job_id: str,
+        generation: int,
+        command_id: str,
+        validity_s: float,
+        timeout_s: float | None = ...,
     ) -> api.PreparedRun:
         """Reserve a rendezvous port."""
 
     async def start_run(
-        self, *, job_id: str, generation: int, command_id: str, validity_s: float, run: api.RunPlan
+        self,
+        *,
+        job_id: str,
+        generation: int,
+        command_id: str,
+        validity_s: float,
+        run: api.RunPlan,
+        timeout_s: float | None = ...,
     ) -> api.StartedRun:
         """Start the machine's ranks."""
 
@@ -86,6 +102,7 @@ class Agent(Protocol):
         reason: str,
         grace_s: float,
         kill_wait_s: float,
+        timeout_s: float | None = ...,
     ) -> api.StoppedRun:
         """Evidence, then the verified end of the machine's ranks."""
 
@@ -98,6 +115,7 @@ class Agent(Protocol):
         validity_s: float,
         code_version: str,
         source: str,
+        timeout_s: float | None = ...,
     ) -> api.MaterialisedCode:
         """Copy a code version to the machine."""
 
@@ -183,8 +201,23 @@ async def heartbeating(details: Callable[[], object] | None = None) -> AsyncIter
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task])
+
+
+async def end_tasks(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, without waiting for ever for one that resists.
+
+    ``asyncio.wait_for`` of Python 3.11 can swallow a cancellation that comes just as its time is
+    up, and libraries use it; so a task is told again.
+    """
+    left = {task for task in tasks if not task.done()}
+    for _ in range(CANCELS_MAX):
+        for task in left:
+            task.cancel()
+        if not left:
+            return
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+    log.error("tasks resist their cancellation", tasks=len(left))
 
 
 async def on_each(

@@ -29,6 +29,7 @@ from activities.clients import (
     LooksUpMachines,
     Reach,
     command_for,
+    end_tasks,
     heartbeating,
     on_each,
     why,
@@ -200,12 +201,11 @@ class _Watch:
                         follower.result()  # a bug of ours: fail loudly, Temporal tries again
                 wait_s = min(HEARTBEAT_INTERVAL_S, self._shard.next_instant(now) - now)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), max(WAKE_MIN_S, wait_s))
+                    async with asyncio.timeout(max(WAKE_MIN_S, wait_s)):
+                        await self._changed.wait()
                 self._changed.clear()
         finally:
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
+            await end_tasks(followers)
 
     def _details(self, now: float) -> WatchDetails:
         shard = self._shard
@@ -245,7 +245,8 @@ class _Watch:
             async with _closing(agent.stream(view.cursor)) as lines:
                 while True:
                     try:
-                        line = await asyncio.wait_for(anext(lines), self._silence_max_s)
+                        async with asyncio.timeout(self._silence_max_s):
+                            line = await anext(lines)
                     except StopAsyncIteration:
                         return "the agent ended the stream"
                     if self._shard.take(view, line, self._clock()):
@@ -264,10 +265,12 @@ class _Watch:
 
     async def _ask_state(self, agent: Agent, view: MachineView) -> None:
         request = self._request
-        state = await asyncio.wait_for(
-            agent.run_state(request.job_id, request.generation), STATE_TIMEOUT_S
-        )
-        if state is None:
+        try:
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                state = await agent.run_state(request.job_id, request.generation)
+        except AgentRefused as refusal:
+            if refusal.code is not ErrorCode.NOT_FOUND:
+                raise
             self._shard.not_known(view, self._clock())
         else:
             self._shard.state(view, state, self._clock())
@@ -282,7 +285,8 @@ async def _closing(lines: AsyncIterator[Line]) -> AsyncGenerator[AsyncIterator[L
         if isinstance(lines, AsyncGenerator):
             # An agent that trickles must not hold up the watch's end.
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(lines.aclose(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await lines.aclose()
 
 
 def _details(kind: type[Any]) -> Any:

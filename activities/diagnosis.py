@@ -85,10 +85,10 @@ class Diagnosis:
         """The report of one rank with what its log says further back."""
         try:
             agent = await reach.agent(rank.machine_id)
-            text = await asyncio.wait_for(
-                agent.log_tail(request.job_id, request.generation, rank.rank, TAIL_BYTES),
-                TAIL_TIMEOUT_S,
-            )
+            async with asyncio.timeout(TAIL_TIMEOUT_S):
+                text = await agent.log_tail(
+                    request.job_id, request.generation, rank.rank, TAIL_BYTES
+                )
         except Exception as error:  # noqa: BLE001 - see ``why``; the report at hand has to do
             evidence.append(f"rank {rank.rank}: log on {rank.machine_id} not read: {why(error)}")
             return rank

@@ -34,6 +34,8 @@ from everstep.spec import messages as m
 NO_CODE = "none"
 TRIES = 3
 RETRY_AFTER_S = 0.5
+COPY_TIMEOUT_S = 1800.0
+"""For one machine, one try. A code version is source code: seconds, on any file system."""
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +87,7 @@ class HotUpdate:
                             validity_s=validity.total_seconds(),
                             code_version=version,
                             source=source,
+                            timeout_s=COPY_TIMEOUT_S,
                         )
                     except Exception as error:  # noqa: BLE001 - see ``why``
                         failed[ref.machine_id] = why(error)

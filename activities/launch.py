@@ -107,15 +107,14 @@ class Launch:
         timeout = min(PREPARE_TIMEOUT_MAX_S, policy.machines.command_timeout.total_seconds())
         try:
             agent = await Reach(self._ledger, self._agents, [ref.machine_id]).agent(ref.machine_id)
-            prepared = await asyncio.wait_for(
-                agent.prepare_run(
+            async with asyncio.timeout(timeout):
+                prepared = await agent.prepare_run(
                     job_id=request.job_id,
                     generation=request.generation,
                     command_id=command_for(request.command_id, ref.machine_id),
                     validity_s=policy.machines.command_validity.total_seconds(),
-                ),
-                timeout,
-            )
+                    timeout_s=timeout,
+                )
         except Exception as error:  # noqa: BLE001 - silence, refusal or nonsense: all values here
             log.warning(
                 "no rendezvous port",
@@ -173,16 +172,16 @@ class Launch:
     ) -> api.StartedRun:
         limits = request.policy.policy.machines
         code_path = await self._code_path(agent, ref, request)
-        return await asyncio.wait_for(
-            agent.start_run(
+        timeout = limits.command_timeout.total_seconds()
+        async with asyncio.timeout(timeout):
+            return await agent.start_run(
                 job_id=request.job_id,
                 generation=request.generation,
                 command_id=command_for(request.command_id, ref.machine_id),
                 validity_s=limits.command_validity.total_seconds(),
                 run=run_plan(request, ref, code_path),
-            ),
-            limits.command_timeout.total_seconds(),
-        )
+                timeout_s=timeout,
+            )
 
     async def _code_path(
         self, agent: Agent, ref: m.MachineRef, request: m.StartRanks
@@ -191,17 +190,16 @@ class Launch:
         if request.code_path is None or request.spec.code is None:
             return request.code_path
         limits = request.policy.policy.machines
-        brought = await asyncio.wait_for(
-            agent.materialise_code(
+        async with asyncio.timeout(CODE_CHECK_MAX_S):
+            brought = await agent.materialise_code(
                 job_id=request.job_id,
                 generation=request.generation,
                 command_id=command_for(f"{request.command_id}/code", ref.machine_id),
                 validity_s=limits.command_validity.total_seconds(),
                 code_version=request.code_version,
                 source=request.spec.code,
-            ),
-            CODE_CHECK_MAX_S,
-        )
+                timeout_s=CODE_CHECK_MAX_S,
+            )
         return brought.path
 
     @activity.defn(name="stop_ranks")

@@ -50,9 +50,10 @@ async def stop_on_machine(
         agent = await reach.agent(machine.machine_id)
         # First a question that costs nothing: a frozen or absent agent is found out at once, and
         # only one that lives is given the time that a teardown may take.
-        await asyncio.wait_for(agent.info(), REACH_TIMEOUT_S)
-        stopped = await asyncio.wait_for(
-            agent.stop_run(
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            await agent.info()
+        async with asyncio.timeout(answer_max):
+            stopped = await agent.stop_run(
                 job_id=job_id,
                 generation=generation,
                 command_id=command_id,
@@ -60,9 +61,8 @@ async def stop_on_machine(
                 reason=reason,
                 grace_s=grace,
                 kill_wait_s=kill_wait,
-            ),
-            answer_max,
-        )
+                timeout_s=answer_max,
+            )
     except AgentRefused as refusal:
         return _refused(machine, refusal)
     except Exception as error:  # noqa: BLE001 - unreachable, late or not to be understood: unknown

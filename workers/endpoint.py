@@ -140,9 +140,8 @@ async def _register(parts: EndpointParts, registration: Registration) -> Registr
     if parts.register is None or parts.intervals is None:
         raise Refusal(ErrorCode.BUSY, "this controller is starting: try again")
     try:
-        standing = await asyncio.wait_for(
-            asyncio.to_thread(parts.register, registration, now=datetime.now(UTC)), LEDGER_MAX_S
-        )
+        async with asyncio.timeout(LEDGER_MAX_S):
+            standing = await asyncio.to_thread(parts.register, registration, now=datetime.now(UTC))
     except (LedgerUnavailable, TimeoutError):
         raise Refusal(ErrorCode.BUSY, "the ledger does not answer: try again") from None
     except LedgerError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from everstep.decide.attribution import MachineReport, RankReport
 from everstep.decide.words import RankState
-from everstep.machine.client import AgentUnreachable
+from everstep.machine.client import AgentRefused, AgentUnreachable
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
 from everstep.spec.load import load_policy, snapshot_for_job
@@ -118,9 +118,11 @@ class FakeAgent:
             version="0",
         )
 
-    async def run_state(self, job_id: str, generation: int) -> api.RunState | None:
+    async def run_state(self, job_id: str, generation: int) -> api.RunState:
         await self._reach("run_state")
         assert (job_id, generation) == (JOB, GENERATION)
+        if self.state is None:
+            raise AgentRefused(api.ErrorCode.NOT_FOUND, "there is no such run")
         return self.state
 
     async def log_tail(
@@ -206,5 +208,5 @@ class FixedPolicy:
 async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     """Wait for a state, with a limit."""
     async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - the states of interest have no event
+        while not condition():
             await asyncio.sleep(0.005)
