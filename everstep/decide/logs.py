@@ -129,7 +129,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"Connection closed by peer|Connection reset by peer|Broken pipe"
         r"|Connection was likely closed|remote process exit|ncclRemoteError"
         r"|recvValue failed|sendBytes failed|connectFullMesh failed"
-        r"|client socket has failed to connect|(communicator|Communicator) (was|has been) aborted",
+        r"|client socket has failed to connect|\bActorDiedError\b|(communicator|Communicator) (was|has been) aborted",
         "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:41234",
     ),
     # Devices, drivers, storage, name service: not the owner's code, whoever raised it.
@@ -216,8 +216,11 @@ def _match(lines: Sequence[str], *, exception: bool) -> LogClass | None:
 
 
 def _bare_exception(lines: Sequence[str]) -> LogClass | None:
-    found = any(_BARE_EXCEPTION.match(line) for line in lines)
-    return LogClass.PYTHON_EXCEPTION if found else None
+    """The class of exceptions whose traceback is not in the log (cut off, or a syntax error)."""
+    found = [line for line in lines if _BARE_EXCEPTION.match(line)]
+    if not found:
+        return None
+    return _match(found, exception=True) or LogClass.PYTHON_EXCEPTION
 
 
 def _root_traceback(text: Sequence[str]) -> _Traceback | None:

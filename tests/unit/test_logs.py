@@ -56,6 +56,8 @@ def test_every_class_that_is_evidence_has_a_row_or_a_rule() -> None:
         ([*FRAMES, "ValueError"], LogClass.PYTHON_EXCEPTION),
         ([*FRAMES, "my.pkg.Oops: x", "with a second line"], LogClass.PYTHON_EXCEPTION),
         ([f"[rank3]: {line}" for line in [*FRAMES, PEER]], LogClass.PEER_LOST),
+        (["requests.exceptions.ConnectionError: timed out"], LogClass.OTHER),
+        (["    raise failure", "ray.exceptions.ActorDiedError: The actor died"], LogClass.PEER_LOST),
         ([*FRAMES, "AssertionError"], LogClass.PYTHON_EXCEPTION),
         (["  File 'x.py', line 1", "SyntaxError: invalid syntax"], LogClass.PYTHON_EXCEPTION),
         ([*FRAMES, "torch.distributed.DistBackendError: NCCL error in: x.hpp:275, invalid usage"], LogClass.OTHER),
