@@ -129,7 +129,8 @@ SIGNATURES: tuple[Signature, ...] = (
         r"Connection closed by peer|Connection reset by peer|Broken pipe"
         r"|Connection was likely closed|remote process exit|ncclRemoteError"
         r"|recvValue failed|sendBytes failed|connectFullMesh failed"
-        r"|client socket has failed to connect|\bActorDiedError\b|(communicator|Communicator) (was|has been) aborted",
+        r"|client socket has failed to connect|\bActorDiedError\b"
+        r"|communicator (was|has been) aborted",
         "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:41234",
     ),
     # Devices, drivers, storage, name service: not the owner's code, whoever raised it.
