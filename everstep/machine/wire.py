@@ -123,7 +123,31 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the agent decides what a signal means."""
+    """uvicorn's server on sockets that are bound already, with a deadline for TLS handshakes.
+
+    It leaves signals alone: the agent decides what one means.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        config, loop = self.config, asyncio.get_running_loop()
+
+        def connection() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state={}, _loop=loop
+            )
+
+        self.servers = [
+            await loop.create_server(
+                connection,
+                sock=listener,
+                ssl=config.ssl,
+                ssl_handshake_timeout=HEADERS_MAX_S if config.ssl else None,
+                backlog=config.backlog,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

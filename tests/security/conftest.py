@@ -178,6 +178,8 @@ class Served:
     boot_id: str
     call: Callable[[Callable[[], Any]], Any]
     """Do something in the server's event loop."""
+    connections: Callable[[], int]
+    """How many the server has."""
     stopped: list[str]
     """One entry for each shutdown that was carried out."""
 
@@ -271,6 +273,7 @@ class serving:  # noqa: N801 - used as a context manager
                 streams=streams,
                 boot_id="boot",
                 call=call,
+                connections=lambda: len(self._server.server_state.connections),
                 stopped=stopped,
             )
             await self._server.serve(sockets=[listener])
