@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from everstep.decide.attribution import MachineReport, RankReport
+from everstep.ledger.types import clean_json
 from everstep.spec.messages import ObservationRecord
 
 REPORTS_BYTES_MAX = 256 * 1024
@@ -52,10 +53,10 @@ def bounded_reports(reports: Sequence[MachineReport]) -> tuple[list[dict[str, An
 
 def bounded_data(observation: ObservationRecord) -> dict[str, Any]:
     """The observation's ``data`` within its limit, else a note of its size."""
-    data = observation.model_dump(mode="json")["data"]
+    data: dict[str, Any] = clean_json(observation.data)
     size = _size(data)
     if size <= OBSERVATION_DATA_BYTES_MAX:
-        return dict(data)
+        return data
     return {"left_out": f"{size} bytes, more than {OBSERVATION_DATA_BYTES_MAX}"}
 
 

@@ -14,11 +14,11 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 from urllib.parse import quote
 
 import structlog
-from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session
@@ -47,6 +47,13 @@ _LOCK_SPACE = 0x45565354  # "EVST": keeps our advisory locks apart from other us
 
 _SQLITE_BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 _SQLITE_LATER = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM})
+_POSTGRES_OPTIONS = (
+    # A controller that is frozen inside a transaction must not hold the others up.
+    "-c lock_timeout=3s",
+    "-c statement_timeout=8s",
+    "-c idle_in_transaction_session_timeout=10s",
+)
+"""Before what the URL says itself, which then wins."""
 _POSTGRES_AGAIN = frozenset({"40001", "40P01", "55P03"})
 _POSTGRES_LATER = ("08", "53", "57", "58", "25006", "25P03")
 
@@ -90,7 +97,9 @@ class Database:
             self._engine = self._sqlite_engine("rw")
         elif backend in {"postgresql", "postgres"}:
             parsed = parsed.set(drivername="postgresql+psycopg")
-            self.where = parsed.set(username=None, password=None, query={}).render_as_string()
+            self.where = parsed.set(
+                drivername="postgresql", username=None, password=None, query={}
+            ).render_as_string()
             self._engine = self._postgres_engine(parsed)
         else:
             raise LedgerError(f"ledger: {backend} is not supported; {_ACCEPTED}")
@@ -243,21 +252,21 @@ class Database:
         event.listen(engine, "begin", _sqlite_begin)
         return engine
 
-    def _postgres_engine(self, url: Any) -> Engine:
+    def _postgres_engine(self, url: URL) -> Engine:
+        written = url.query.get("options", "")
+        options = [*_POSTGRES_OPTIONS, *([written] if isinstance(written, str) else written)]
         try:
             return create_engine(
-                url,
+                url.difference_update_query(["options"]),
                 pool_size=POOL_SIZE,
                 max_overflow=POOL_OVERFLOW,
                 pool_timeout=BUSY_TIMEOUT_S,
                 pool_pre_ping=True,
                 isolation_level="READ COMMITTED",
                 connect_args={
-                    "connect_timeout": 2,
                     "application_name": "everstep",
-                    # A controller that is frozen inside a transaction must not hold the others up.
-                    "options": "-c lock_timeout=3s -c statement_timeout=8s "
-                    "-c idle_in_transaction_session_timeout=10s",
+                    "connect_timeout": url.query.get("connect_timeout", "2"),
+                    "options": " ".join(options),
                 },
             )
         except ModuleNotFoundError:
