@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import struct
 import subprocess
@@ -164,3 +165,13 @@ def bits(array: Any) -> bytes:
         flat = torch.view_as_real(flat).contiguous().reshape(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return bytes(flat.view(integers[flat.element_size()]).numpy().tobytes())
+
+
+def load_module(path: Path) -> Any:
+    """A program of ours as a module."""
+    spec = importlib.util.spec_from_file_location(f"program_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
