@@ -158,7 +158,8 @@ class EventRing:
         try:
             # Looked at again: an event from another thread may have come before the line above.
             if self.next_seq - 1 <= after_seq:
-                await asyncio.wait_for(waiter, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await waiter
         except TimeoutError:
             return False
         finally:

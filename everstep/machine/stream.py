@@ -92,9 +92,9 @@ class Streams:
         self.ring.wake_all()
         deadline = time.monotonic() + wait_max_s
         while self._open and time.monotonic() < deadline:
-            ended = [stream.ended.wait() for stream in self._open]
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*ended), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await asyncio.gather(*(stream.ended.wait() for stream in self._open))
         for stream in list(self._open):
             stream.drop()
 

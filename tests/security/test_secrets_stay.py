@@ -84,11 +84,11 @@ async def test_nothing_that_the_agent_keeps_holds_a_token(agent: AgentProcess) -
         )
     assert agent.end() == 0
     looked_at = 0
-    for path in agent.state.rglob("*"):
-        if path.is_file():
+    for kept in agent.state.rglob("*"):
+        if kept.is_file():
             looked_at += 1
-            content = path.read_bytes()
-            assert not [token for token in tokens_of(agent) if token in content], path
+            content = kept.read_bytes()
+            assert not [token for token in tokens_of(agent) if token in content], kept
     assert looked_at > 5
     assert not [token for token in tokens_of(agent) if token.decode() in agent.log]
 
