@@ -20,6 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from everstep.spec.agent_api import ErrorBody, ErrorCode
 
+ANSWER_BYTES_MAX = 16 * 1024 * 1024
+LINE_BYTES_MAX = 1024 * 1024
 _CONNECTIONS = httpx.Limits(max_connections=10, max_keepalive_connections=4, keepalive_expiry=20.0)
 M = TypeVar("M", bound=BaseModel)
 
@@ -71,7 +73,7 @@ class Conversation:
         self._timeouts = timeouts
         self._http = httpx.AsyncClient(
             base_url=base_url,
-            headers={"authorization": f"Bearer {token}"},
+            headers={"authorization": f"Bearer {token}", "accept-encoding": "identity"},
             verify=ssl_context,
             timeout=self._limit(),
             limits=_CONNECTIONS,
@@ -88,15 +90,15 @@ class Conversation:
         self, method: str, path: str, *, timeout_s: float | None = None, **options: Any
     ) -> httpx.Response:
         """One request and its whole answer."""
+        limit = self._limit(timeout_s)
         try:
-            answer = await self._http.request(
-                method, path, timeout=self._limit(timeout_s), **options
-            )
+            async with self._http.stream(method, path, timeout=limit, **options) as answer:
+                whole = await self._whole(answer)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
-        if not answer.is_success:
-            raise self._refusal(answer)
-        return answer
+        if not whole.is_success:
+            raise self._refusal(whole)
+        return whole
 
     @contextlib.asynccontextmanager
     async def lines(
@@ -107,11 +109,42 @@ class Conversation:
         try:
             async with self._http.stream("GET", path, params=parameters, timeout=limit) as answer:
                 if not answer.is_success:
-                    await answer.aread()
-                    raise self._refusal(answer)
-                yield answer.aiter_lines()
+                    raise self._refusal(await self._whole(answer))
+                yield self._bounded_lines(answer)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
+
+    async def _whole(self, answer: httpx.Response) -> httpx.Response:
+        """The answer with its body, which may not be larger than any agent's."""
+        content = bytearray()
+        async for chunk in self._chunks(answer):
+            content += chunk
+            if len(content) > ANSWER_BYTES_MAX:
+                raise self.not_an_agent()
+        return httpx.Response(
+            answer.status_code,
+            headers=answer.headers,
+            content=bytes(content),
+            request=answer.request,
+        )
+
+    def _chunks(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+        """The body as it comes. Agents do not compress; what unpacks may be a thousand times it."""
+        if "content-encoding" in answer.headers:
+            raise self.not_an_agent()
+        return answer.aiter_bytes()
+
+    async def _bounded_lines(self, answer: httpx.Response) -> AsyncIterator[str]:
+        """Lines as they come; a line that does not end is not kept in memory for ever."""
+        rest = bytearray()
+        async for chunk in self._chunks(answer):
+            rest += chunk
+            if b"\n" in chunk:
+                *whole, rest = rest.split(b"\n")
+                for line in whole:
+                    yield line.decode("utf-8", "replace")
+            if len(rest) > LINE_BYTES_MAX:
+                raise self.not_an_agent()
 
     def parsed(self, kind: type[M], content: bytes) -> M:
         """An answer as the model that it has to be."""

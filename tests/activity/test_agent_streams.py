@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -159,6 +160,21 @@ async def test_a_line_without_an_end_costs_bounded_memory() -> None:
     assert result.unreachable == ("m1",)
     assert max(body.sent for body in bodies) < 16 * 1024 * 1024
     assert peak < 64 * 1024 * 1024
+
+
+async def test_a_compressed_answer_is_not_an_agents() -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        bomb = Body([gzip.compress(bytes(1 << 26))], open_after=False)
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=bomb)
+
+    tracemalloc.start()
+    try:
+        result = await watch(OneAgent(handle), 0.4)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert result.unreachable == ("m1",)
+    assert peak < (1 << 26) + (1 << 24)  # the test's own, and a little
 
 
 async def test_a_flood_of_events_is_one_bounded_result() -> None:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from activities import watching
@@ -362,7 +362,8 @@ LINES = st.one_of(
 )
 
 
-@given(st.lists(LINES, max_size=60))
+@given(st.lists(LINES, max_size=40))
+@settings(max_examples=60)
 def test_whatever_an_agent_says_the_fold_answers_and_stays_small(lines: list[Any]) -> None:
     watch = connected(until=m.WatchUntil(after_s=1000))
     view = watch.machines["m1"]
