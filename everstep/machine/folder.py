@@ -11,16 +11,18 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from everstep.machine import progress, shim
 from everstep.machine.facts import FactsFile
 from everstep.spec.agent_api import RunPlan
+
+T = TypeVar("T")
 
 _EXIT_RECORD_BYTES = 192
 _START_RECORD_BYTES = 192
@@ -79,16 +81,17 @@ class RankExit:
     at_ns: int
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """The whole records of a file; a torn one is being written and will be whole next time."""
     try:
         raw = path.read_bytes()
     except OSError:
-        return
+        return []
+    records = []
     for line in raw.splitlines():
-        if line.strip(b"\0 "):
-            # A torn last line is a record that is being written: it will be whole next time.
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            records.append(make(json.loads(line)))
+    return records
 
 
 class RunFolder:
@@ -162,25 +165,36 @@ class RunFolder:
 
     def read_shim(self) -> tuple[int, int] | None:
         """Pid and start time of the shim; None before it has started."""
-        for line in _json_lines(self.path / shim.SHIM_FILE):
-            return int(line["pid"]), int(line["start_ticks"])
-        return None
+        found = _records(
+            self.path / shim.SHIM_FILE, lambda line: (int(line["pid"]), int(line["start_ticks"]))
+        )
+        return found[0] if found else None
 
     def read_starts(self) -> dict[int, RankStart]:
         """Ranks that were started."""
-        starts = {}
-        for line in _json_lines(self.path / shim.RANKS_FILE):
-            start = RankStart(line["rank"], line["pid"], line["start_ticks"], line["started_ns"])
-            starts[start.rank] = start
-        return starts
+        found = _records(
+            self.path / shim.RANKS_FILE,
+            lambda line: RankStart(
+                int(line["rank"]),
+                int(line["pid"]),
+                int(line["start_ticks"]),
+                int(line["started_ns"]),
+            ),
+        )
+        return {start.rank: start for start in found}
 
     def read_exits(self) -> dict[int, RankExit]:
         """Ranks whose exit the shim has recorded."""
-        exits = {}
-        for line in _json_lines(self.path / shim.EXITS_FILE):
-            ended = RankExit(line["rank"], line["code"], line["signal"], line["at_ns"])
-            exits[ended.rank] = ended
-        return exits
+        found = _records(
+            self.path / shim.EXITS_FILE,
+            lambda line: RankExit(
+                int(line["rank"]),
+                None if line["code"] is None else int(line["code"]),
+                None if line["signal"] is None else int(line["signal"]),
+                int(line["at_ns"]),
+            ),
+        )
+        return {ended.rank: ended for ended in found}
 
     def remove(self) -> None:
         """Delete the folder; what cannot be deleted stays and is met again next time."""

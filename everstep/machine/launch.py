@@ -23,10 +23,10 @@ from everstep.machine.ranks import (
     inherited_environment,
     launch_description,
     run_environment,
-    trainer_path,
 )
 from everstep.machine.reporter import Emit
 from everstep.machine.run import Run
+from everstep.machine.trainer_copy import trainer_folder
 from everstep.spec.agent_api import ErrorCode, RunPlan
 
 _SHIM_START_MAX_S = 30.0
@@ -61,15 +61,13 @@ class Launcher:
     def __init__(
         self, runs_dir: Path, *, machine_id: str, emit: Emit, user: RankUser | None
     ) -> None:
-        state_dir = runs_dir.parent
         self._runs_dir = runs_dir
         self._machine_id = machine_id
         self._emit = emit
         self._user = user
         if user is not None:
-            for folder in (state_dir, runs_dir):
+            for folder in (runs_dir.parent, runs_dir):
                 folder.chmod(folder.stat().st_mode | 0o111)  # ranks reach their own files
-        self._trainer = trainer_path(state_dir)
 
     async def launch(self, job_id: str, generation: int, plan: RunPlan) -> Run:
         """Start the ranks and follow them.
@@ -88,8 +86,9 @@ class Launcher:
             plan=plan,
         )
         inherited = inherited_environment(os.environ, Path(sys.executable).parent)
-        env = run_environment(record, inherited, self._trainer, self._user)
         try:
+            trainer = await asyncio.to_thread(trainer_folder, self._runs_dir.parent)
+            env = run_environment(record, inherited, trainer, self._user)
             if folder.path.exists():
                 await asyncio.to_thread(folder.remove)  # unreadable, or its making was interrupted
             folder.create(record, launch_description(record, folder, env, self._user), self._user)

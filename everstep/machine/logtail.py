@@ -15,7 +15,8 @@ from pathlib import Path
 from everstep.decide.words import LogClass
 
 TAIL_BYTES = 64 * 1024
-LINES_MAX = 2000
+LINES_MAX = 400
+"""Enough for the longest traceback; more would keep the agent busy when many ranks end at once."""
 LINE_CHARACTERS_MAX = 300
 FULL_BELOW_BYTES = 64 * 1024
 
@@ -24,8 +25,11 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 
 def clean(line: str) -> str:
     """One line as a person would see it, cut to its limit."""
-    line = _ESCAPE.sub("", line[: 8 * LINE_CHARACTERS_MAX])
-    line = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in line).rstrip()
+    line = line[: 8 * LINE_CHARACTERS_MAX]
+    if not line.isprintable():
+        line = _ESCAPE.sub("", line)
+        line = "".join(c if c.isprintable() else " " if c == "\t" else "\ufffd" for c in line)
+    line = line.rstrip()
     return line if len(line) <= LINE_CHARACTERS_MAX else line[: LINE_CHARACTERS_MAX - 1] + "…"
 
 
@@ -50,10 +54,10 @@ def tail_lines(path: Path) -> list[str]:
     if len(raw) == TAIL_BYTES:
         raw = raw.partition(b"\n")[2] or raw  # the first line is most likely a torn one
     lines = []
-    for line in raw.decode("utf-8", "replace").split("\n"):
+    for line in raw.decode("utf-8", "replace").split("\n")[-2 * LINES_MAX :]:
         # A carriage return overwrites the line on a terminal: what came last is what one sees.
         shown = clean(line.rstrip("\r").rpartition("\r")[2])
-        if shown.strip("\ufffd \t"):
+        if shown.strip("\ufffd "):
             lines.append(shown)
     return lines[-LINES_MAX:]
 
@@ -92,6 +96,32 @@ def classify_log(log: Path, error_file: Path) -> tuple[LogClass, tuple[str, ...]
         # The rank could not even write down what happened to it.
         log_class, lines = LogClass.DISK_FULL, (*lines, f"no space left in {log.parent}")
     return log_class, tuple(clean(line) for line in lines)
+
+
+class RankLog:
+    """What one rank's log says; read again only when it has changed."""
+
+    def __init__(self, log: Path, error_file: Path) -> None:
+        self._log = log
+        self._error_file = error_file
+        self._seen: object = None
+        self._says: tuple[LogClass, tuple[str, ...]] = (LogClass.SILENT, ())
+
+    def says(self) -> tuple[LogClass, tuple[str, ...]]:
+        """Class and lines of the log's end."""
+        now = [_fingerprint(path) for path in (self._log, self._error_file)]
+        if now != self._seen:
+            self._says = classify_log(self._log, self._error_file)
+            self._seen = now
+        return self._says
+
+
+def _fingerprint(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def within(lines: Sequence[str], budget: int) -> tuple[str, ...]:

@@ -135,22 +135,22 @@ class Scope:
 def command_line_mentions(argument: str) -> bool:
     """Whether any live process has exactly this argument on its command line."""
     wanted = os.fsencode(argument)
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                if wanted in Path(entry.path, "cmdline").read_bytes().split(b"\0"):
-                    return True
-            except OSError:
-                continue
+    for pid in _pids():
+        try:
+            if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue
     return False
 
 
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - by name
+
+
 def _all_processes() -> dict[int, Process]:
-    found = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and (process := read_process(int(entry.name))) is not None:
-            found[process.pid] = process
-    return found
+    found = (read_process(pid) for pid in _pids())
+    return {process.pid: process for process in found if process is not None}
 
 
 def _has_mark(pid: int, mark: str) -> bool:

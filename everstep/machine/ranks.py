@@ -5,7 +5,6 @@ Not here: starting (``shim``), and what the variables mean to a training script 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,28 +42,6 @@ def inherited_environment(environ: Mapping[str, str], agent_bin: Path) -> dict[s
         path = f"{path}{os.pathsep}{agent_bin}"
     env["PATH"] = path
     return env
-
-
-def trainer_path(state_dir: Path) -> Path | None:
-    """A folder that holds the trainer library and nothing else; None when it is not installed.
-
-    In an installation the library lies in ``site-packages`` beside everything the agent needs, and
-    none of that may reach the ranks: so they get a folder with one link in it.
-    """
-    spec = importlib.util.find_spec("everstep_trainer")
-    if spec is None or spec.origin is None:
-        return None
-    source = Path(spec.origin).resolve().parent
-    folder = state_dir / "trainer"
-    folder.mkdir(exist_ok=True)
-    folder.chmod(0o755)
-    link = folder / "everstep_trainer"
-    if not link.is_symlink() or link.resolve() != source:
-        fresh = folder / f".everstep_trainer.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(source)
-        fresh.replace(link)
-    return folder
 
 
 def _restore_environment(record: RunRecord) -> dict[str, str]:

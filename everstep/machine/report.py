@@ -12,7 +12,7 @@ import time
 from everstep.decide.attribution import MachineReport, RankReport
 from everstep.decide.words import RankState
 from everstep.machine.facts import Evidence
-from everstep.machine.logtail import classify_log, within
+from everstep.machine.logtail import within
 from everstep.machine.monitor import NS
 from everstep.machine.run import Run
 from everstep.spec.agent_api import RunState, RunSummary
@@ -53,7 +53,7 @@ def _rank_report(run: Run, rank: int, now_ns: int, log_bytes: int) -> RankReport
     ended_ns = ended.at_ns if ended is not None else run.facts.unknown_exits.get(rank)
     progress = run.monitor.progress(rank)
     evidence = _evidence(run, rank, now_ns)
-    log_class, lines = classify_log(run.folder.log(rank), run.folder.error(rank))
+    log_class, lines = run.logs[rank].says()
     return RankReport(
         rank=rank,
         machine_id=run.record.machine_id,

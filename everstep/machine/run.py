@@ -16,7 +16,7 @@ from typing import Any
 
 from everstep.machine.facts import Evidence, FactsFile, Stopping
 from everstep.machine.folder import RankExit, RunFolder, RunRecord
-from everstep.machine.logtail import classify_log, within
+from everstep.machine.logtail import RankLog, within
 from everstep.machine.monitor import NS, RunMonitor
 from everstep.machine.proc import Scope, boot_id
 from everstep.machine.processes import RESOLVE_MAX_S, Listener, RunProcesses
@@ -27,6 +27,7 @@ from everstep.spec.agent_api import EventKind
 
 _LOG_BYTES_IN_EVENT = 900
 _RANKS_NAMED_MAX = 64
+_UNCLEAN_WAIT_S = 0.5
 
 
 class Run:
@@ -50,6 +51,7 @@ class Run:
         )
         self.monitor: RunMonitor
         self._readers = {rank: ProgressReader(folder.progress(rank)) for rank in record.ranks}
+        self.logs = {rank: RankLog(folder.log(rank), folder.error(rank)) for rank in record.ranks}
         self._settle_timer: asyncio.TimerHandle | None = None
         self._teardown: Teardown | None = None
         self._winding: asyncio.Task[None] | None = None
@@ -195,7 +197,7 @@ class Run:
     def _report_exit(self, rank: int, ended: RankExit | None, reason: str) -> None:
         if rank in self.facts.exits_reported:
             return
-        log_class, lines = classify_log(self.folder.log(rank), self.folder.error(rank))
+        log_class, lines = self.logs[rank].says()
         progress = self.monitor.progress(rank)
         self.reporter.emit(
             EventKind.RANK_EXITED,
@@ -335,7 +337,9 @@ class Run:
         if not self.processes.starts:
             self.processes.resolved.set()
         try:
-            await asyncio.wait_for(self.processes.resolved.wait(), RESOLVE_MAX_S)
+            # Exits of ranks that are gone come at once; one that cannot be ended never comes.
+            limit_s = RESOLVE_MAX_S if result.clean else _UNCLEAN_WAIT_S
+            await asyncio.wait_for(self.processes.resolved.wait(), limit_s)
         except TimeoutError:
             self.reporter.note("ranks could not be ended", details=result.note)
             return

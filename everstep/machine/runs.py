@@ -32,7 +32,7 @@ from everstep.spec.agent_api import ErrorCode, EventKind, RunPlan, RunState, Run
 from everstep.spec.base import NAME_PATTERN
 
 _TICK_S = 0.1
-_HALF_STARTED_MAX_S = 10.0
+_HALF_STARTED_MAX_S = 3.0
 _STOPPED_FILE = "stopped"
 
 log = structlog.get_logger(__name__)
@@ -97,21 +97,24 @@ class RunManager:
         except OSError as error:
             log.warning("a run folder cannot be used", folder=str(folder.path), error=str(error))
             return
-        if run.is_live and folder.read_shim() is None and not await self._half_started(folder):
+        if run.is_live and not await self._was_started(folder, record):
             # The agent before us died before it started anything: it never said that it did.
             await asyncio.to_thread(folder.remove)
             return
         run.attach(fresh=False)
         self._runs[record.job_id, record.generation] = run
 
-    async def _half_started(self, folder: RunFolder) -> bool:
-        """Whether a shim is just starting here, or has started; waits until that is clear."""
+    @staticmethod
+    async def _was_started(folder: RunFolder, record: RunRecord) -> bool:
+        """Whether a shim has started here; one that is just starting its ranks may finish that."""
         until = time.monotonic() + _HALF_STARTED_MAX_S
-        while folder.read_shim() is None:
-            if not proc.command_line_mentions(str(folder.path)) or time.monotonic() > until:
-                return folder.read_shim() is not None
+        while len(folder.read_starts()) < len(record.ranks):
+            if record.boot_id != proc.boot_id() or time.monotonic() > until:
+                break
+            if not proc.command_line_mentions(str(folder.path)):
+                break
             await asyncio.sleep(_TICK_S)
-        return True
+        return folder.read_shim() is not None or bool(folder.read_starts())
 
     def _start_ticking(self) -> None:
         if self._ticker is None:
@@ -237,7 +240,11 @@ class RunManager:
         return await asyncio.to_thread(machine_report, run)
 
     async def stop_older(self, job_id: str, generation: int) -> None:
-        """End every run of the job that is older; none of them ever starts here again."""
+        """End every run of the job that is older; none of them ever starts here again.
+
+        Raises:
+            Refusal: one of them cannot be ended.
+        """
         self._note_stopped(job_id, generation - 1)
         async with self._lock(job_id):
             await self._stop_older(job_id, generation)
@@ -246,7 +253,7 @@ class RunManager:
         older = [
             run
             for (job, g), run in self._runs.items()
-            if job == job_id and g < generation and run.is_live
+            if job == job_id and g < generation and (run.is_live or not run.facts.teardown_clean)
         ]
         await asyncio.gather(
             *(
@@ -259,6 +266,13 @@ class RunManager:
                 for run in older
             )
         )
+        for run in older:
+            if run.is_live or not run.facts.teardown_clean:
+                raise Refusal(
+                    ErrorCode.FAILED,
+                    f"generation {run.record.generation} of job {job_id} cannot be ended on "
+                    f"machine {self._machine_id}: {run.facts.note or 'ranks are still there'}",
+                )
 
     def _note_stopped(self, job_id: str, generation: int) -> None:
         if generation <= self._stopped.get(job_id, 0) or not re.fullmatch(NAME_PATTERN, job_id):

@@ -127,7 +127,7 @@ async def test_a_run_that_ended_well_while_no_agent_lived(agent: Agent, machine:
 
 async def test_an_agent_that_dies_in_the_settle_window(agent: Agent, machine: Machine) -> None:
     await agent.start_run(
-        "if rank == 0: sys.exit(4)\ntime.sleep(600)", ranks=2, limits={"settle_window_s": 5.0}
+        "if rank == 0: sys.exit(4)\ntime.sleep(600)", ranks=2, limits={"settle_window_s": 3.0}
     )
     facts = machine.folder() / "facts.bin"
     await until(lambda: FactsFile(facts).load().exits_reported == [0], "the exit is reported")
@@ -320,3 +320,26 @@ async def test_a_broken_run_folder_does_not_keep_the_agent_from_the_others(
     await machine.restart()
     await machine.event(EventKind.RUN_ADOPTED)
     assert machine.manager.live_jobs() == {"job": 1}
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "json"])
+async def test_damaged_records_never_keep_an_agent_from_starting(
+    machine: Machine, damage: str
+) -> None:
+    names = ["plan.json", "facts.bin", "shim.json", "ranks.jsonl", "exits.jsonl", "launch.json"]
+    contents = {"empty": b"", "garbage": os.urandom(9000), "json": b"[1]\n5\n{}\n"}
+    for number in range(len(names)):
+        await machine.manager.start(f"job-{number}", 1, plan("mark('ready'); wait('go')"))
+    await machine.manager.close()
+    for number, name in enumerate(names):
+        path = machine.state_dir / "runs" / f"job-{number}" / "1" / name
+        path.unlink()
+        if damage != "missing":
+            path.write_bytes(contents[damage])
+    machine.manager = machine.new_manager()
+    await machine.manager.adopt()
+    machine.manager.summaries()
+    for number in range(len(names)):
+        machine.manager.state(f"job-{number}", 1)
+    await machine.start("pass")
+    await until(lambda: machine.state().succeeded, "the machine works")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.machine.guard import Refusal
 from everstep.machine.proc import Process, Scope, find_members
 from everstep.spec.agent_api import EventKind
 from tests.process.runs_world import Machine, is_alive, rank_report, until
@@ -132,7 +133,9 @@ async def test_a_second_stop_can_shorten_the_grace_of_the_first(machine: Machine
     reason="NOT PROVED HERE: needs root and a version 1 freezer to make a process outlive SIGKILL",
 )
 async def test_a_process_that_outlives_sigkill_makes_the_machine_unclean(machine: Machine) -> None:
-    pids = await machine.start("mark('ready'); time.sleep(600)", ranks=2)
+    pids = await machine.start(
+        "mark('ready'); time.sleep(600)", ranks=2, limits={"kill_wait_s": 0.3}
+    )
     await machine.marked("ready")
     cage = FREEZER / f"everstep-test-{os.getpid()}"
     cage.mkdir()
@@ -145,6 +148,8 @@ async def test_a_process_that_outlives_sigkill_makes_the_machine_unclean(machine
         assert str(pids[0]) in report.note
         assert str(pids[1]) not in report.note
         assert not machine.of(EventKind.RUN_ENDED), "it has not ended"
+        with pytest.raises(Refusal, match=f"generation 1 .*{pids[0]}"):
+            await machine.start("print('two at once')", generation=2)
         (cage / "freezer.state").write_text("THAWED")
         again = await machine.stop(grace_s=0.1)
         assert again.teardown_clean
