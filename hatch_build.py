@@ -1,7 +1,7 @@
 """Build hook: carries the application's generically named folders into wheels.
 
-``workflows``, ``activities``, ``workers`` and ``config`` are names that other projects have as well,
-so they must never stand bare in ``site-packages``. A wheel has them, and the demo's jobs, under
+``workflows``, ``activities``, ``workers`` and ``config`` are names that other projects have too, so
+they must never stand bare in ``site-packages``. A wheel has them, and the demo's jobs, under
 ``everstep/_app/``; ``everstep._bootstrap`` puts that folder on the path of our own processes. An
 editable install needs none of it: its path file names the checkout.
 """
