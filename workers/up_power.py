@@ -35,7 +35,10 @@ def shims(state: Path) -> Iterator[psutil.Process]:
             pid = int(record["pid"])
             same_boot = record["boot_id"] == shim.boot_id()
             if same_boot and record["start_ticks"] == shim.start_ticks(pid):
-                yield psutil.Process(pid)
+                process = psutil.Process(pid)
+                # Shims belong to PID 1, which in a container may collect them late or never.
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
 
 
 def ranks(state: Path) -> Iterator[psutil.Process]:
