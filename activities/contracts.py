@@ -196,16 +196,27 @@ async def notify(request: m.Notify) -> m.Done:
 
 
 def schedule(
-    stub: Callable[[A], Awaitable[R]], argument: A, *, summary: str
+    stub: Callable[[A], Awaitable[R]],
+    argument: A,
+    *,
+    summary: str,
+    heartbeat: timedelta | None = None,
 ) -> workflow.ActivityHandle[Any]:
-    """Schedule an activity with its contract's options; ``summary`` is its line in the UI."""
+    """Schedule an activity with its contract's options.
+
+    Args:
+        stub: which one.
+        argument: its one message.
+        summary: its line in the Temporal UI.
+        heartbeat: the policy's own limit, in place of the contract's.
+    """
     options = OPTIONS[stub.__name__]
     return workflow.start_activity(
         stub,
         argument,
         task_queue=options.queue,
         start_to_close_timeout=options.start_to_close,
-        heartbeat_timeout=options.heartbeat,
+        heartbeat_timeout=heartbeat or options.heartbeat,
         retry_policy=RetryPolicy(
             initial_interval=timedelta(milliseconds=200),
             backoff_coefficient=2.0,

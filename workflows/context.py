@@ -18,11 +18,12 @@ with workflow.unsafe.imports_passed_through():
     from temporalio.exceptions import ActivityError, ChildWorkflowError, is_cancelled_exception
 
     from activities import contracts
+    from everstep.decide.ettr import RunTimes, productive_intervals
     from everstep.decide.words import JobPhase, RunPhase, Symptom
     from everstep.spec import messages as m
     from everstep.spec.policy import PolicySnapshot
     from workflows import page
-    from workflows.state import JobState, Wish
+    from workflows.state import RUN_TIMES_MAX, JobState, Wish
 
 STATE_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepState")
 SYMPTOM_ATTRIBUTE = SearchAttributeKey.for_keyword("EverstepSymptom")
@@ -171,31 +172,36 @@ class JobContext:
 
     def ettr(self) -> float | None:
         """Productive time / wall-clock time so far, 0..1; None before the first step."""
-        state, now = self.state, workflow.now()
-        productive = state.effort.productive_s
-        run = state.run
-        if run and run.first_step_at and state.phase is JobPhase.RUNNING:
-            productive += (now - run.first_step_at).total_seconds()
-        wall = (now - state.created_at).total_seconds()
-        if wall <= 0 or productive <= 0:
+        state, now_s = self.state, workflow.now().timestamp()
+        current = self._times()
+        runs = state.effort.runs + ((current,) if current else ())
+        wall_s = now_s - state.created_at.timestamp()
+        intervals = productive_intervals(runs, now_s)
+        productive_s = state.effort.folded_s + sum(end - begin for begin, end in intervals)
+        if wall_s <= 0 or productive_s <= 0:
             return None
-        return min(1.0, productive / wall)
+        return min(1.0, productive_s / wall_s)
+
+    def _times(self, *, trouble_s: float | None = None, step: int | None = None) -> RunTimes | None:
+        run = self.state.run
+        if run is None or run.first_step_at is None:
+            return None
+        return RunTimes(
+            opened_s=run.opened_at.timestamp(),
+            first_step_s=run.first_step_at.timestamp(),
+            trouble_s=trouble_s,
+            restored_step=run.restore.step if run.restore else None,
+            last_step=step,
+        )
 
     def note_trouble(self, step: int | None) -> None:
         """Close the books on a run that stopped making progress now."""
-        state, run = self.state, self.state.run
-        effort = state.effort
-        effort.last_run_productive_s, effort.last_run_steps = 0.0, 0
-        if run is None or run.first_step_at is None:
-            return
-        effort.last_run_productive_s = (workflow.now() - run.first_step_at).total_seconds()
-        effort.productive_s += effort.last_run_productive_s
-        start = run.restore.step if run.restore else 0
-        effort.last_run_steps = max(0, (step or 0) - start)
-
-    def note_steps_lost(self, lost: int) -> None:
-        """Take the time of steps that will be computed again out of the productive time."""
         effort = self.state.effort
-        if effort.last_run_steps > 0:
-            share = min(1.0, lost / effort.last_run_steps)
-            effort.productive_s -= effort.last_run_productive_s * share
+        ended = self._times(trouble_s=workflow.now().timestamp(), step=step)
+        if ended is None or self.state.run is None:
+            return
+        self.state.run = self.state.run.model_copy(update={"first_step_at": None})
+        runs = (*effort.runs, ended)
+        for old in runs[:-RUN_TIMES_MAX]:
+            effort.folded_s += sum(e - b for b, e in productive_intervals((old,), old.opened_s))
+        effort.runs = runs[-RUN_TIMES_MAX:]

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from everstep.decide.ettr import RunTimes
 from everstep.decide.ladder import LadderState
 from everstep.decide.words import IncidentState, JobPhase, RunOutcome, Symptom
 from everstep.spec.job import JobSpec
@@ -18,6 +19,7 @@ from everstep.spec.messages import IncidentSummary, Progress, RunRef
 from everstep.spec.policy import PolicySnapshot
 
 RECENT_INCIDENTS_MAX = 10
+RUN_TIMES_MAX = 100
 
 
 class Wish(StrEnum):
@@ -58,13 +60,14 @@ class OpenIncident(BaseModel):
 
 
 class Effort(BaseModel):
-    """Productive time so far (paper section 10.1), kept as sums so that the state stays small."""
+    """What the ETTR is computed from (``everstep.decide.ettr``, paper section 10.1)."""
 
     model_config = ConfigDict(extra="ignore")
 
-    productive_s: float = 0.0
-    last_run_productive_s: float = 0.0
-    last_run_steps: int = 0
+    runs: tuple[RunTimes, ...] = ()
+    """The newest ended runs; older ones are summed up below, so that the state stays small."""
+    folded_s: float = 0.0
+    """Productive time of the runs before those."""
 
 
 class JobState(BaseModel):

@@ -247,7 +247,6 @@ class TrainingJob:
             restored = state.run.restore.step if state.run.restore else 0
             if incident.failed_step is not None:
                 incident.steps_lost = max(0, incident.failed_step - restored)
-                context.note_steps_lost(incident.steps_lost)
             state.note_incident(IncidentState.OPEN)
         context.enter(JobPhase.RUNNING, f"run {state.run.generation} is training")
         context.record({RunPhase.FIRST_STEP: now}, step=state.progress.step)

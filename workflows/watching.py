@@ -57,6 +57,7 @@ class Watches:
                     ),
                     policy=self.context.policy,
                 ),
+                heartbeat=self.context.policy.policy.detection.watch_lost_after,
                 summary=f"watch run {run.generation}"
                 + (" until its first step" if first_step else "")
                 + f" on {shard[0].machine_id}"

@@ -140,7 +140,8 @@ async def test_spent_budget_waits_for_a_person_and_resume_goes_on(bench: Bench) 
     spent = len(world.started)
     assert spent < 40
     assert status.open_incident is not None
-    assert [n.severity for n in world.notes] == ["needs_person"]
+    # The round that tells people runs beside the job.
+    await bench.until(lambda: [n.severity for n in world.notes] == ["needs_person"])
     world.scripts[world.generation + 1] = Script([FIRST, DONE])
     answer = await handle.execute_update(
         "resume", m.ResumeRequest(note="cable replaced", by="an sre"), result_type=m.UpdateAnswer
