@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.kit import Job
+from tests.trainer.launching import ForkServer
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     """A job of one rank."""
     return Job(tmp_path / "job")
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Ranks that need not import torch again."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,12 +79,10 @@ def wrong_with(job: Job, older: int, newest: int) -> str | None:
     for session in job.sessions(generation=2, restore=restore)[::-1]:
         if not session.save(newest + 1, state(session.rank, newest + 1)):
             return "the next run cannot save"
-    dead = [name for name in job.files() if name.endswith(".tmp") or ".g000001" in name]
-    alive = f"step-{best.id.step:012d}.g{best.id.generation:06d}"
-    dead = [name for name in dead if not name.startswith(alive) or name.endswith(".tmp")]
-    kept = len(checkpoints.scan(job.checkpoints, job_id="tests").complete)
-    if dead or kept > job.keep:
-        return f"not cleaned up: {dead}, {kept} kept"
+    left = checkpoints.scan(job.checkpoints, job_id="tests")
+    torn = [name for name in job.files() if name.endswith(".tmp")]
+    if torn or left.skipped or len(left.complete) > job.keep:
+        return f"not cleaned up: {torn}, {left.skipped}, {len(left.complete)} complete"
     return None
 
 
