@@ -36,7 +36,8 @@ from activities.clients import (
 )
 from activities.failpoints import after_effect
 from activities.stopping import stop_on_machine
-from activities.watching import MachineView, Shard
+from activities.watch_views import MachineView
+from activities.watching import Shard
 from everstep.decide.attribution import MachineReport
 from everstep.machine.client import AgentRefused
 from everstep.spec import messages as m

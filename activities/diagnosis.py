@@ -66,7 +66,7 @@ class Diagnosis:
             job_id=request.job_id,
             run_id=request.run_id,
             incident_id=request.incident_id,
-            symptom=finding.symptom,
+            symptom=finding.symptom.value,
             rule=finding.rule,
             ranks_read=[rank.rank for rank in wanted],
         )

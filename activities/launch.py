@@ -251,7 +251,9 @@ class Launch:
         """Mark a job ended and give its machines back."""
         await ledger_call(self._ledger.close_job, request)
         after_effect()
-        log.info("job closed", job_id=request.job_id, phase=request.phase, reason=request.reason)
+        log.info(
+            "job closed", job_id=request.job_id, phase=request.phase.value, reason=request.reason
+        )
         return m.Done()
 
 

@@ -14,13 +14,11 @@ Not here: connections, Temporal and time itself (``activities.detection``), and 
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from activities.failures import one_line
+from activities.watch_views import MachineView, cursor_at, observed
 from everstep.decide.attribution import RankReport
 from everstep.decide.words import RankState, Verdict
 from everstep.spec import agent_api as api
@@ -28,13 +26,13 @@ from everstep.spec import messages as m
 
 OBSERVATIONS_MAX = 64
 """Observations in one result: it enters Temporal's history. The reports that follow have all."""
-DATA_BYTES_MAX = 1000
 WARN_INTERVAL_MIN_S = 5.0
 """A save that fails at every step must not become a result, and history, at every step."""
 NOT_KNOWN_CONFIRM_S = 1.0
 """An agent must say twice, this far apart, that it does not know the run."""
 
-_CURSOR = re.compile("[0-9a-f]{16}:[0-9]{1,18}")
+STEP_MAX = 2**53
+"""Beyond this, JSON readers in other languages lose digits."""
 
 _TROUBLE = frozenset(
     {
@@ -46,25 +44,6 @@ _TROUBLE = frozenset(
         api.EventKind.RUN_STOPPED,
     }
 )
-
-
-@dataclass(slots=True)
-class MachineView:
-    """One machine of the shard, as this watch sees it."""
-
-    ref: m.MachineRef
-    cursor: str | None
-    reachable: bool = False
-    boot_id: str | None = None
-    ring_id: str = ""
-    needs_state: bool = True
-    """Events may be missing: ask for the run's present state."""
-    not_known_since: float | None = None
-    first_step: bool = False
-    succeeded: bool = False
-    exited_zero_at: float | None = None
-    summary: api.RunSummary | None = None
-    lost_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -113,11 +92,11 @@ class Shard:
                 return True
             case api.GapLine():
                 view.ring_id = line.ring_id
-                view.cursor = _cursor(line.ring_id, line.oldest_seq - 1)
+                view.cursor = cursor_at(line.ring_id, line.oldest_seq - 1)
                 view.needs_state = True
                 return False
             case api.EventLine():
-                view.cursor = _cursor(view.ring_id, line.seq)
+                view.cursor = cursor_at(view.ring_id, line.seq)
                 if not self._is_ours(line.job_id, line.run_id, line.generation):
                     return False
                 self._event(view, line, now)
@@ -134,6 +113,8 @@ class Shard:
     def lost(self, view: MachineView, reason: str, now: float) -> None:
         """The connection ended or could not be made: the machine is unknown."""
         view.reachable, view.lost_reason = False, one_line(reason, 200)
+        # Once it is back, its present state comes first: its ranks may have ended meanwhile.
+        view.needs_state = True
         if self.blind_since is None and not any(v.reachable for v in self.machines.values()):
             self.blind_since = now
 
@@ -151,6 +132,9 @@ class Shard:
             self._not_known(view, "its processes are gone without an exit record", now)
         for rank in report.ranks:
             self._rank_state(view, rank, now)
+        steps = [rank.step for rank in report.ranks if rank.step is not None]
+        if steps and len(steps) == len(report.ranks):
+            view.told_step = max(min(steps), view.told_step or 0)
         if state.ended and state.succeeded:
             view.succeeded = True
         elif state.ended and not self._troubles:
@@ -199,7 +183,8 @@ class Shard:
         if self._warnings:
             instants.append(self.started_at + WARN_INTERVAL_MIN_S)
         if (first := self._first_zero_exit()) is not None:
-            instants.append(first + policy.exit_skew_max.total_seconds())
+            limits = {self._exit_skew_max_s(view) for view in self.machines.values()}
+            instants += [first + limit for limit in limits if first + limit > now]
         return min(instants)
 
     def cancelled(self) -> m.WatchResult:
@@ -211,15 +196,15 @@ class Shard:
 
     def progress(self) -> m.Progress:
         """Newest progress of the run that any machine told."""
-        told = [v.summary for v in self.machines.values() if v.summary is not None]
-        steps = [s.step for s in told if s.step is not None]
-        if not steps:
-            return m.Progress()
-        newest = [s for s in told if s.step == max(steps)]
+        views = self.machines.values()
+        told = [v.summary for v in views if v.summary is not None and v.summary.step is not None]
+        told.sort(key=lambda summary: -(summary.step or 0))
+        steps = [s.step for s in told] + [v.told_step for v in views]
         return m.Progress(
-            step=max(steps),
-            loss=next((s.loss for s in newest if s.loss is not None), None),
-            grad_norm=next((s.grad_norm for s in newest if s.grad_norm is not None), None),
+            step=max((step for step in steps if step is not None), default=None),
+            # Events tell steps sooner than heartbeats, and heartbeats alone tell values.
+            loss=next((s.loss for s in told if s.loss is not None), None),
+            grad_norm=next((s.grad_norm for s in told if s.grad_norm is not None), None),
         )
 
     def cursors(self) -> dict[str, str]:
@@ -273,6 +258,9 @@ class Shard:
         kind = line.kind
         if kind is api.EventKind.FIRST_STEP:
             view.first_step = True
+            step = line.data.get("step")
+            if isinstance(step, int) and 0 <= step < STEP_MAX:
+                view.told_step = max(step, view.told_step or 0)
         elif kind is api.EventKind.RANK_EXITED:
             self._rank_exited(view, line, now)
         elif kind is api.EventKind.RUN_ENDED:
@@ -283,7 +271,7 @@ class Shard:
         elif kind is api.EventKind.SAVE_FAILED:
             if len(self._warnings) < OBSERVATIONS_MAX:
                 self._warnings.append(
-                    _record(view, kind, line.rank, line.reason, line.data, line.age_s)
+                    observed(view, kind, line.rank, line.reason, line.data, line.age_s)
                 )
         elif kind in _TROUBLE:
             self._trouble(view, kind, line.rank, line.reason, line.data, line.age_s, now)
@@ -337,7 +325,7 @@ class Shard:
         key = (kind.value, view.ref.machine_id, rank)
         if key in self._troubles:
             return
-        self._troubles[key] = _record(view, kind, rank, reason, data, age_s)
+        self._troubles[key] = observed(view, kind, rank, reason, data, age_s)
         if self._trouble_at is None:
             self._trouble_at = now
 
@@ -353,12 +341,27 @@ class Shard:
         ]
         return min(instants, default=None)
 
+    def _exit_skew_max_s(self, view: MachineView) -> float:
+        """How long after the first rank that ended with 0 a machine's ranks are late.
+
+        Ranks that nobody can ask may have ended well too: their machine gets the time after which
+        it would be lost on top, and what it says when it is back counts first.
+        """
+        policy = self.request.policy.policy.detection
+        limit = policy.exit_skew_max.total_seconds()
+        if view.reachable and not view.needs_state:
+            return limit
+        return limit + policy.machine_lost_after.total_seconds()
+
     def _notice_exit_skew(self, now: float) -> None:
         first = self._first_zero_exit()
-        limit = self.request.policy.policy.detection.exit_skew_max.total_seconds()
-        if first is None or now < first + limit or self._troubles:
+        if first is None or self._troubles:
             return
-        late = [i for i, v in self.machines.items() if not v.succeeded]
+        late = [
+            i
+            for i, v in self.machines.items()
+            if not v.succeeded and now >= first + self._exit_skew_max_s(v)
+        ]
         if late:
             view = next(v for v in self.machines.values() if v.exited_zero_at == first)
             reason = (
@@ -369,52 +372,3 @@ class Shard:
             # They have had their window.
             settle = self.request.policy.policy.detection.settle_window.total_seconds()
             self._trouble_at = now - settle
-
-
-def _cursor(ring_id: str, seq: int) -> str | None:
-    """A cursor that agents take; None (the whole ring) where the agent itself said nonsense."""
-    cursor = f"{ring_id[:17]}:{seq}"
-    return cursor if _CURSOR.fullmatch(cursor) else None
-
-
-def _how(rank: RankReport) -> str:
-    if rank.signal is not None:
-        return f"signal {rank.signal}"
-    return "no exit record" if rank.exit_code is None else f"code {rank.exit_code}"
-
-
-def _record(
-    view: MachineView,
-    kind: api.EventKind,
-    rank: int | None,
-    reason: str,
-    data: dict[str, Any],
-    age_s: float,
-) -> m.ObservationRecord:
-    return m.ObservationRecord(
-        kind=kind,
-        verdict=Verdict.FAULTY,
-        machine_id=view.ref.machine_id,
-        rank=rank,
-        age_s=max(0.0, age_s),
-        reason=one_line(reason, 300),
-        data=_bounded(data),
-    )
-
-
-def _bounded(data: dict[str, Any]) -> dict[str, Any]:
-    """``data`` as JSON that every reader of the history can take, if it is small."""
-    plain = {
-        key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in data.items()
-    }
-    try:
-        sizes = {key: len(json.dumps(value, allow_nan=False)) for key, value in plain.items()}
-    except (ValueError, TypeError, RecursionError):
-        return {"left_out": "not finite JSON"}
-    left_out = []
-    while sum(sizes.values()) > DATA_BYTES_MAX:
-        left_out.append(max(sizes, key=lambda key: sizes[key]))
-        del sizes[left_out[-1]]
-    kept = {key: plain[key] for key in sizes}
-    return kept | {"left_out": one_line(", ".join(left_out), 100)} if left_out else kept

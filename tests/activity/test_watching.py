@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities import watching
+from activities import watch_views, watching
 from activities.watching import OBSERVATIONS_MAX, Shard
 from everstep.decide.words import RankState, Verdict
 from everstep.spec import messages as m
@@ -223,6 +223,18 @@ def test_progress_is_the_newest_that_was_told() -> None:
     assert watch.progress() == m.Progress(step=7, loss=1.5, grad_norm=0.5)
 
 
+def test_progress_knows_the_first_and_the_last_step_before_heartbeats_do() -> None:
+    watch = connected()
+    first, second = watch.machines.values()
+    watch.take(first, event(EventKind.FIRST_STEP, data={"step": 4}), 101)
+    assert watch.progress() == m.Progress(step=4)
+    watch.take(first, heartbeat(step=8, loss=2.0), 102)
+    assert watch.progress() == m.Progress(step=8, loss=2.0)
+    ended = state("m2", exited(2, 0, step=11), exited(3, 0, step=10), ended=True, succeeded=True)
+    watch.state(second, ended, 103)
+    assert watch.progress() == m.Progress(step=10, loss=2.0)
+
+
 def test_a_gap_and_another_boot_ask_for_the_state() -> None:
     watch = connected()
     view = watch.machines["m1"]
@@ -372,7 +384,7 @@ def test_whatever_an_agent_says_the_fold_answers_and_stays_small(lines: list[Any
     result = watch.result(5000)
     assert result is not None
     assert len(result.observations) <= OBSERVATIONS_MAX
-    assert all(watching._CURSOR.fullmatch(cursor) for cursor in result.cursors.values())
+    assert all(watch_views.CURSOR.fullmatch(cursor) for cursor in result.cursors.values())
     text = result.model_dump_json()
     assert len(text) < 200_000
     assert m.WatchResult.model_validate(json.loads(text)).kind == result.kind
