@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     leave(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, app: typer.Typer = app) -> int:
     """Run one command line and answer its exit code; never raises, never shows a traceback."""
     _bootstrap.ensure_app_path()
     try:

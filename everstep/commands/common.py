@@ -74,6 +74,7 @@ def console(*, stderr: bool = False) -> Console:
     return Console(
         file=stream,
         width=None if terminal else PIPE_WIDTH,
+        force_terminal=terminal,
         no_color=True if not terminal or os.environ.get("NO_COLOR") else None,
         highlight=False,
         soft_wrap=False,

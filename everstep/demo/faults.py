@@ -1,8 +1,8 @@
 """What is broken in the demo's main job, one row each, and what has to follow.
 
 Three kinds: ``Recovery`` (an incident, a decision, a new run), ``Undisturbed`` (training goes on,
-no step is lost, nobody is evicted) and ``Warned`` (training goes on and people are told). A fault that
-leads to anything else makes the demo fail.
+no step is lost, nobody is evicted) and ``DiskFull`` (training goes on and people are told). A fault
+that leads to anything else makes the demo fail.
 
 Not here: how a fault is made (``everstep.demo.stage``) and jobs that end (``side_jobs``).
 """

@@ -6,13 +6,14 @@ Not here: the main job's faults (``everstep.demo.faults``).
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from pathlib import Path
 
 from temporalio.client import WorkflowFailureError
 
-from everstep.decide.words import JobPhase, Rung, RunPhase, Symptom
+from everstep.decide.words import JobPhase, Rung, Symptom
 from everstep.demo import jobs
 from everstep.demo.faults import row_of
 from everstep.demo.report import Row
@@ -24,6 +25,7 @@ from everstep.spec.messages import TASK_QUEUE, TRAINING_JOB, job_workflow_id
 
 PLAIN_STEPS = 60
 END_LIMIT_S = 180.0
+_STEP = re.compile(r"^step (\d+) ", re.MULTILINE)
 
 
 async def user_error(stage: Stage) -> Row:
@@ -100,14 +102,22 @@ async def plain_torchrun(stage: Stage, folder: Path) -> Row:
 
     await stage.until("the plain script saved something", saved, limit_s=START_LIMIT_S)
     at = await stage.signal_rank(1, signal.SIGKILL)
+    first: list[tuple[float, int]] = []
+
+    async def steps_again() -> bool:
+        if step := _STEP.search(await stage.log(0, generation=2)):
+            first.append((time.time(), int(step[1])))
+        return bool(first)
+
+    await stage.until("the plain script steps again", steps_again, limit_s=RECOVER_LIMIT_S)
+    before = [int(step) for step in _STEP.findall(await stage.log(0, generation=1))]
     result = await stage.client.wait(stage.job_id, timeout_s=RECOVER_LIMIT_S, poll_s=0.2)
     incidents = await stage.new_incidents(Before(0, -1, 0))
     runs = await stage.runs()
     row = row_of(name, stage.job_id, at, incidents, runs)
-    # Nobody counts its steps: the first sign of life is that its ranks run again.
-    started = [t for run in runs[1:] if (t := run.at(RunPhase.STARTED)) is not None]
-    row.recover_s = started[0].timestamp() - at if started else None
-    row.steps_lost = None
+    # Nobody reports its steps: what it prints is all there is.
+    again_at, again = first[0]
+    row.recover_s, row.steps_lost = again_at - at, max(0, max(before) - again + 1)
     row.problem = ""
     if result.phase is not JobPhase.SUCCEEDED:
         row.problem = f"the job has {result.phase}: {result.reason}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.client import Client
-from everstep.decide.words import FINAL_PHASES, JobPhase
+from everstep.decide.words import FINAL_PHASES, JobPhase, RunPhase
 from everstep.errors import EverstepError, Unreachable
 from everstep.ledger import IncidentDetail, Ledger, RunRow
 from everstep.machine.client import AgentClient
@@ -128,6 +128,17 @@ class Stage:
                 pids |= state.pids
         return pids
 
+    async def log(self, rank: int, *, generation: int) -> str:
+        """What a rank of a run on one machine has written so far; empty while there is no log."""
+        run = next((r for r in await self.runs() if r.generation == generation), None)
+        if run is None:
+            return ""
+        try:
+            agent = self._agents[run.machines[0].machine_id]
+            return await agent.log_tail(self.job_id, generation, rank)
+        except (AgentUnreachable, AgentRefused):
+            return ""
+
     async def until(
         self, what: str, found: Callable[[], Awaitable[bool]], *, limit_s: float
     ) -> None:
@@ -187,12 +198,18 @@ class Stage:
             status = await self.status()
             if status is not None and status.phase in FINAL_PHASES:
                 raise DemoFailed(f"{self.job_id} has {status.phase}: {status.reason}")
+            if (
+                status is None
+                or status.generation < before.generation + rounds
+                or status.phase is not JobPhase.RUNNING
+                or status.open_incident is not None
+                or status.incidents_total <= before.incidents
+            ):
+                return False
+            newest = (await self.runs())[-1]
             return (
-                status is not None
-                and status.generation >= before.generation + rounds
-                and status.phase is JobPhase.RUNNING
-                and status.open_incident is None
-                and status.incidents_total > before.incidents
+                newest.generation == status.generation
+                and newest.at(RunPhase.FIRST_STEP) is not None
             )
 
         await self.until(f"{self.job_id} recovered", there, limit_s=RECOVER_LIMIT_S)
