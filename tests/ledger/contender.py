@@ -1,11 +1,13 @@
 """A process that uses the ledger beside others: started by tests, to race or to be killed.
 
 ``contender.py URL race JSON``: waits for a line on stdin, does one thing, prints its answer.
-``contender.py URL write``: evicts whole fleets for ever; says "begin N" before and "done N" after.
+``contender.py URL write FIRST``: evicts a whole fleet again and again, in requests numbered from
+FIRST; says "begin N" before an eviction and "evicted N" after it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -40,15 +42,13 @@ def race(ledger: Ledger, what: dict[str, object]) -> None:
         say(f"{type(error).__name__}: {error}")
 
 
-def write(ledger: Ledger) -> None:
-    number = 0
-    while True:
-        number += 1
-        say(f"begin {number}")
-        ledger.evict(fleet_eviction(number))
+def write(ledger: Ledger, first: int) -> None:
+    for number in itertools.count(first):
         for machine_id in FLEET:
             ledger.release(machine_id, reason="again", by="writer", now=at(number))
-        say(f"done {number}")
+        say(f"begin {number}")
+        ledger.evict(fleet_eviction(number))
+        say(f"evicted {number}")
 
 
 if __name__ == "__main__":
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     if sys.argv[2] == "race":
         race(opened, json.loads(sys.argv[3]))
     else:
-        write(opened)
+        write(opened, int(sys.argv[3]))

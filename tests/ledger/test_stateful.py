@@ -149,8 +149,12 @@ class LedgerLife(RuleBasedStateMachine):
 
 
 def _run(fresh: Callable[[], Ledger], policy: PolicySnapshot, examples: int) -> None:
+    class Life(LedgerLife):
+        def __init__(self) -> None:
+            super().__init__(fresh(), policy)
+
     run_state_machine_as_test(
-        lambda: LedgerLife(fresh(), policy),
+        Life,
         settings=settings(
             max_examples=examples,
             stateful_step_count=25,
