@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,8 @@ class Served:
     """Do something in the server's event loop."""
     connections: Callable[[], int]
     """How many the server has."""
+    strangers: Callable[[], Sized]
+    """Connections that have not shown a token."""
     stopped: list[str]
     """One entry for each shutdown that was carried out."""
 
@@ -273,6 +275,7 @@ class serving:  # noqa: N801 - used as a context manager
                 streams=streams,
                 boot_id="boot",
                 call=call,
+                strangers=lambda: self._server.config.http_protocol_class.strangers,
                 connections=lambda: len(self._server.server_state.connections),
                 stopped=stopped,
             )

@@ -187,6 +187,36 @@ async def test_expiry_is_looked_at_again_right_before_the_effect(bench: Bench) -
     assert bench.runs.effects("start") == 1
 
 
+class SlowJournal(Journal):
+    """A journal on a disk so slow that commands expire while they are written down."""
+
+    slow_until = 0.0
+
+    def accept(self, command_id: str, digest: str) -> None:
+        super().accept(command_id, digest)
+        while time.monotonic() <= self.slow_until:
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kind", [StartRun, StopRun, Shutdown])
+async def test_a_command_that_expires_while_it_is_written_down_leaves_no_trace(
+    bench: Bench, tmp_path: Path, kind: type[Command]
+) -> None:
+    slow = SlowJournal(tmp_path / "slow.sqlite")
+    bench.desk._journal = slow
+    slow.slow_until = time.monotonic() + 0.05
+
+    assert await bench.refused(kind, not_after_s=slow.slow_until) is ErrorCode.EXPIRED
+
+    assert bench.runs.calls == []
+    assert bench.shut_down == 0
+    assert bench.fences.fence("job").highest_seen == 0
+    assert slow.find("c1") is None
+    await bench.do(kind)
+    assert len(bench.runs.calls) + bench.shut_down == 1
+    slow.close()
+
+
 async def test_a_start_that_was_cut_short_is_looked_for_and_not_done_again(bench: Bench) -> None:
     crash = asyncio.Event()
     bench.runs.gate = crash

@@ -112,6 +112,18 @@ def test_a_damaged_slot_in_the_middle_is_a_gap(tmp_path: Path) -> None:
     assert not again.read(3, 1000).gap
 
 
+def test_a_slot_that_reads_well_and_is_not_what_was_written_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    ring = EventRing(path, SMALL)
+    fill(ring, 3)
+    ring.close()
+    content = path.read_bytes()
+    assert content.count(b'"rank":2,') == 1
+    path.write_bytes(content.replace(b'"rank":2,', b'"rank":9,'))
+
+    assert sequence(EventRing(path, SMALL), 0) == [1, 3]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "header", "garbage", "longer", "other_kind"])
 def test_a_file_that_is_no_ring_is_made_anew(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
