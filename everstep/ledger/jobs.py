@@ -218,10 +218,7 @@ def _record(session: Session, request: RecordProgress) -> None:
             session.add(run)
     if has_ended(job):
         return
-    instants = [mark.at for mark in request.phases]
-    if request.at is not None:
-        instants.append(request.at)
-    at = max(instants, default=job.phase_at)
+    at = request.at or max((mark.at for mark in request.phases), default=job.phase_at)
     if at >= job.phase_at and request.phase not in FINAL_PHASES:
         job.phase, job.phase_at = request.phase, at
         if request.code_version is not None:

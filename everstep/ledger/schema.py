@@ -35,18 +35,25 @@ def migrate(database: Database) -> str:
         LedgerUnavailable: it does not answer.
     """
     with _ALEMBIC:
-        return database.create(lambda connection: _upgrade(database, connection))
+        head = database.create(lambda connection: _upgrade(database, connection))
+    database.read(lambda session: _look_for_damage(database, session.connection()))
+    return head
 
 
-def check(database: Database) -> str:
-    """Verify that the ledger is there, undamaged and of this version's schema.
+def check(database: Database, *, thorough: bool = False) -> str:
+    """Verify that the ledger is there and of this version's schema; returns its revision.
+
+    Args:
+        database: the ledger's.
+        thorough: also read all of a SQLite file and look for damage (a second for each few
+            hundred megabytes).
 
     Raises:
         LedgerError: with the reason in one line.
         LedgerUnavailable: it does not answer.
     """
     database.check_place()
-    return database.read(lambda session: _check(database, session))
+    return database.read(lambda session: _check(database, session, thorough=thorough))
 
 
 def _config() -> Config:
@@ -71,7 +78,7 @@ def _upgrade(database: Database, connection: Connection) -> str:
     return head
 
 
-def _check(database: Database, session: Session) -> str:
+def _check(database: Database, session: Session, *, thorough: bool) -> str:
     connection = session.connection()
     found, head = _revision(database, connection), _head()
     if found is None:
@@ -81,16 +88,21 @@ def _check(database: Database, session: Session) -> str:
             f"ledger {database.where}: has schema {found}, this version needs {head}; "
             "start a controller of this version, which migrates it"
         )
-    if database.path is not None:
-        damage = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
-        if damage != "ok":
-            raise LedgerError(
-                f"ledger {database.where}: is damaged ({' '.join(str(damage).split())[:200]}); "
-                "restore it from a backup"
-            )
-    elif connection.exec_driver_sql("SHOW transaction_read_only").scalar_one() == "on":
-        raise LedgerError(f"ledger {database.where}: is read-only; name the primary server")
+    if thorough:
+        _look_for_damage(database, connection)
     return head
+
+
+def _look_for_damage(database: Database, connection: Connection) -> None:
+    """PostgreSQL looks after its own files."""
+    if database.path is None:
+        return
+    damage = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+    if damage != "ok":
+        raise LedgerError(
+            f"ledger {database.where}: is damaged ({' '.join(str(damage).split())[:200]}); "
+            "restore it from a backup or name another file"
+        )
 
 
 def _head() -> str:

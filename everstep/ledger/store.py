@@ -45,9 +45,9 @@ class Ledger(Machines, Jobs, Runs, Incidents, Policies):
         """Create the schema or bring it up to this version; see ``schema.migrate``."""
         return schema.migrate(self._database)
 
-    def check(self) -> str:
-        """Verify that the ledger is there, whole and of this version; see ``schema.check``."""
-        return schema.check(self._database)
+    def check(self, *, thorough: bool = False) -> str:
+        """Verify that the ledger is there and of this version; see ``schema.check``."""
+        return schema.check(self._database, thorough=thorough)
 
     def close(self) -> None:
         """Give the database connections back."""
