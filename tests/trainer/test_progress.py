@@ -195,6 +195,29 @@ os._exit(0)
     assert not block["flags"] & FINISHED
 
 
+def test_a_spawned_child_that_attaches_does_not_speak_for_the_rank(job: Job) -> None:
+    """It imports the script anew, as every worker of a data loader does where nothing is forked."""
+    script = job.root / "script.py"
+    script.write_text(
+        """
+import multiprocessing, os
+import everstep_trainer
+session = everstep_trainer.attach()
+session.step(5 if __name__ == "__main__" else 99, loss=1.0)
+def work(): pass
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=work)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    os._exit(0)
+"""
+    )
+    done = run_python(str(script), env=job.environ())
+    assert done.returncode == 0, done.stderr
+    assert (job.progress()["step"], job.progress()["steps"]) == (5, 1)
+
+
 def test_a_reader_never_sees_half_a_report(job: Job) -> None:
     """A rank writes as fast as it can; loss and gradient norm are functions of the step."""
     code = """

@@ -250,7 +250,7 @@ class Session:
 
     def _open_block(self) -> ProgressBlock:
         path = self._environment.progress_file
-        if path is not None:
+        if path is not None and not _is_helper_process():
             try:
                 return ProgressBlock(map_block(path), self._environment.generation)
             except (OSError, ValueError) as error:
@@ -271,6 +271,16 @@ class Session:
             self._warned.add(key)
             sys.stderr.write(f"everstep_trainer: rank {self.rank}: {message}\n")
             sys.stderr.flush()
+
+
+def _is_helper_process() -> bool:
+    """True in a process that a rank has made with ``multiprocessing``, by whatever method.
+
+    A data loader's worker that is spawned imports the script anew, and so may attach. While it does
+    so ``parent_process()`` is still None, but the name is there.
+    """
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing is not None and multiprocessing.current_process().name != "MainProcess"
 
 
 def _describe(error: Exception) -> str:
