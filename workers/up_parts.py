@@ -62,6 +62,7 @@ class Part:
         self._released = asyncio.Event()
         self._released.set()
         self._stopping = False
+        self._ever_ready = False
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -144,15 +145,16 @@ class Part:
             if self._stopping or self._cannot_start(code):
                 return
             backoff_s = BACKOFF_MIN_S if lived_s >= SETTLED_AFTER_S else backoff_s
-            log.warning("part ended", part=self.name, code=code, lived_s=round(lived_s, 2))
+            if self._ever_ready:
+                log.warning("part ended", part=self.name, code=code, lived_s=round(lived_s, 2))
             await asyncio.sleep(backoff_s)
             backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
 
     def _cannot_start(self, code: int) -> bool:
         """Whether to give up: only a part that never got ready is given up."""
-        if self.was_ready.is_set() or self.starts > FAILED_STARTS_MAX:
+        if self._ever_ready:
             return False
-        if code == _CONFIGURATION_EXIT or self.starts == FAILED_STARTS_MAX:
+        if code == _CONFIGURATION_EXIT or self.starts >= FAILED_STARTS_MAX:
             self.failure = ConfigurationProblem(
                 f"{self.name} cannot be started: {last_line(self.spec.log_path)} "
                 f"(log: {self.spec.log_path})"
@@ -184,6 +186,7 @@ class Part:
     async def _watch_ready(self) -> None:
         while not await self.spec.ready():  # noqa: ASYNC110 - another process has no event for us
             await asyncio.sleep(0.05)
+        self._ever_ready = True
         self.was_ready.set()
 
 
