@@ -141,7 +141,10 @@ def _user() -> str | None:
     if os.geteuid() != 0:
         return None
     known = {entry.pw_name for entry in pwd.getpwall()}
-    return next(name for name in UNPRIVILEGED if name in known)
+    for name in UNPRIVILEGED:
+        if name in known:
+            return name
+    raise NoPostgres(f"there is no user to run it as ({', '.join(UNPRIVILEGED)})")
 
 
 @contextmanager
