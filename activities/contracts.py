@@ -16,9 +16,11 @@ from temporalio import activity, workflow
 from temporalio.common import RetryPolicy
 
 from everstep.spec import messages as m
+from everstep.spec.base import Message
+from everstep.spec.policy import PolicySnapshot
 
-A = TypeVar("A", bound=m.Message)
-R = TypeVar("R", bound=m.Message)
+A = TypeVar("A", bound=Message)
+R = TypeVar("R", bound=Message)
 
 PERMANENT_FAILURE = "PermanentFailure"
 TEMPORARY_FAILURE = "TemporaryFailure"
@@ -181,7 +183,7 @@ async def close_incident(request: m.CloseIncident) -> m.Done:
 
 
 @_stub(QUICK)
-async def read_policy(request: m.ReadPolicy) -> m.PolicySnapshot:
+async def read_policy(request: m.ReadPolicy) -> PolicySnapshot:
     """The policy as it is now, with the job's overrides."""
     raise NotImplementedError
 

@@ -1,4 +1,6 @@
-"""Record the histories that ``tests/replay`` replays:  scripts/record_histories.py [SITUATION ...]
+"""Record the histories that ``tests/replay`` replays.
+
+    scripts/record_histories.py [SITUATION ...]
 
 Run it after a change of a workflow that is meant to be seen by running jobs, together with a
 ``workflow.patched`` id (CONTRIBUTING.md). Without names it records only situations that have none
@@ -60,22 +62,27 @@ async def record(names: list[str]) -> None:
 async def _store(env: WorkflowEnvironment, name: str) -> None:
     for old in HISTORIES.glob(f"*/{name}*.json"):
         old.unlink()
-    found = 0
     for _ in range(100):
         executions = [e async for e in env.client.list_workflows()]
-        mine = [e for e in executions if e.id == f"job-{name}" or e.id.startswith(f"incident-{name}-")]
+        mine = [
+            e for e in executions if e.id == f"job-{name}" or e.id.startswith(f"incident-{name}-")
+        ]
         if mine and all(e.status is not None and e.status.name != "RUNNING" for e in mine):
             break
         await asyncio.sleep(0.1)
-    for execution in sorted(mine, key=lambda e: e.start_time):
+    for number, execution in enumerate(sorted(mine, key=lambda e: e.start_time), 1):
         handle = env.client.get_workflow_handle(execution.id, run_id=execution.run_id)
         history = await handle.fetch_history()
         folder = HISTORIES / execution.workflow_type
         folder.mkdir(parents=True, exist_ok=True)
-        found += 1
-        path = folder / f"{name}.{found}.json"
-        path.write_text(history.to_json() + "\n", encoding="utf-8")
+        path = folder / f"{name}.{number}.json"
+        path.write_text(_without_paths(history.to_json()) + "\n", encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {len(history.events)} events")
+
+
+def _without_paths(text: str) -> str:
+    """Stack traces name files of the machine that recorded them."""
+    return text.replace(str(ROOT), "/opt/everstep")
 
 
 def main() -> None:
@@ -83,7 +90,9 @@ def main() -> None:
     missing = [n for n in SCENARIOS if not list(HISTORIES.glob(f"*/{n}.*.json"))]
     unknown = [n for n in sys.argv[1:] if n not in SCENARIOS]
     if unknown:
-        raise SystemExit(f"no such situation: {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
+        raise SystemExit(
+            f"no such situation: {', '.join(unknown)}; there are {', '.join(SCENARIOS)}"
+        )
     if shutil.which("temporal", path=str(Path(sys.executable).parent)) is None:
         raise SystemExit("the temporal program is missing: run scripts/bootstrap")
     asyncio.run(record(sys.argv[1:] or missing))

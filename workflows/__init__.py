@@ -1,0 +1,1 @@
+"""When things happen: durable workflows, deterministic, without I/O. Start at ``training_job``."""

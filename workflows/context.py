@@ -32,7 +32,7 @@ SHARD_SIZE = 256
 """Machines that one activity drives (design section 3)."""
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: a person's wish, unwound to the main loop
+class Cancelled(Exception):
     """A person asked to cancel while something was being waited for."""
 
 
@@ -44,6 +44,8 @@ class JobContext:
         self.rendezvous: tuple[str, int, str] = ("", 0, "")
         """Address, port and checkpoint directory of the run that is being started."""
         self.entered_at: datetime | None = None
+        self.ending = False
+        """True once the job is being closed: what was cancelled then must not stop the closing."""
         self._beside: list[Any] = []
         self._shown: dict[str, str] = {}
 
@@ -61,8 +63,11 @@ class JobContext:
         return self.state.policy
 
     def key(self) -> str:
-        """A new idempotency key. It holds the Temporal run id, so that a reset or relaunched
-        workflow never gets an old one's stored answer."""
+        """A new idempotency key.
+
+        It holds the Temporal run id, so that a reset or relaunched workflow never gets an old one's
+        stored answer.
+        """
         self.state.requests += 1
         return f"{workflow.info().run_id}/{self.state.requests}"
 
@@ -88,7 +93,7 @@ class JobContext:
             try:
                 await handle
             except (ActivityError, ChildWorkflowError) as error:
-                if is_cancelled_exception(error) and workflow.info().is_cancel_requested():
+                if is_cancelled_exception(error) and not self.ending:
                     raise
                 workflow.logger.warning("a side job failed", extra={"error": str(error)[:300]})
         self._beside = []
@@ -105,7 +110,9 @@ class JobContext:
             raise Cancelled
         return await handle
 
-    async def wait(self, until: Callable[[], bool], *, timeout_s: float | None, summary: str) -> bool:
+    async def wait(
+        self, until: Callable[[], bool], *, timeout_s: float | None, summary: str
+    ) -> bool:
         """Wait for a condition for a time (None: for ever); True when it came true."""
         try:
             await workflow.wait_condition(until, timeout=timeout_s, timeout_summary=summary)
@@ -129,7 +136,11 @@ class JobContext:
             page.job_page(state, namespace=workflow.info().namespace, ettr=self.ettr())
         )
         symptom = state.incident.symptom if state.incident else None
-        wanted = {"state": state.phase.value, "symptom": symptom or "", "code": state.code_version or ""}
+        wanted = {
+            "state": state.phase.value,
+            "symptom": symptom or "",
+            "code": state.code_version or "",
+        }
         if wanted == self._shown:
             return
         self._shown = wanted

@@ -39,12 +39,19 @@ def job_page(state: JobState, *, namespace: str, ettr: float | None) -> str:
         lines += [_cell(state.reason), ""]
     if state.phase is JobPhase.WAITING_FOR_PERSON:
         lines += [
-            "A person is needed: send the update `resume` to go on (budgets start afresh), "
-            "or `cancel` to end the job.",
+            (
+                "A person is needed: send the update `resume` to go on (budgets start afresh), "
+                "or `cancel` to end the job."
+            ),
             "",
         ]
     rows = [
-        ("run", f"{run.generation} ({run.start_reason})" if run else f"none yet ({state.runs_total} so far)"),
+        (
+            "run",
+            f"{run.generation} ({run.start_reason})"
+            if run
+            else f"none yet ({state.runs_total} so far)",
+        ),
         ("step", state.progress.step if state.progress.step is not None else "-"),
         ("loss", _number(state.progress.loss)),
         ("gradient norm", _number(state.progress.grad_norm)),
@@ -76,8 +83,8 @@ def _incident_table(state: JobState, namespace: str) -> list[str]:
         link = f"[{incident.incident_id}](/namespaces/{namespace}/workflows/{target})"
         lost = "-" if incident.steps_lost is None else incident.steps_lost
         lines.append(
-            f"| {link} | {_clock(incident.opened_at)} | {incident.symptom} | {_cell(incident.action)}"
-            f" | {lost} | {incident.state} |"
+            f"| {link} | {_clock(incident.opened_at)} | {incident.symptom} "
+            f"| {_cell(incident.action)} | {lost} | {incident.state} |"
         )
         lines.append(f"| | | {_cell(incident.reason)} | | | |")
     return lines
@@ -95,6 +102,7 @@ def incident_page(
     evidence: tuple[str, ...],
 ) -> str:
     """The round's current details: evidence, finding, decision."""
+    first = finding.first_failed_rank
     lines = [
         f"# Incident {request.incident_id}, round {request.round_number}: {finding.symptom}",
         "",
@@ -104,7 +112,7 @@ def incident_page(
         "| --- | --- |",
         f"| side | {finding.side} ({finding.confidence} confidence) |",
         f"| rule | `{finding.rule}` |",
-        f"| first failed rank | {'-' if finding.first_failed_rank is None else finding.first_failed_rank} |",
+        f"| first failed rank | {'-' if first is None else first} |",
         f"| suspects | {_cell(', '.join(finding.suspects) or 'none')} |",
         f"| witnesses | {_cell(', '.join(map(str, finding.witnesses[:32])) or 'none')} |",
         f"| run | {request.run_id} |",
@@ -130,7 +138,13 @@ def incident_page(
         f"{'' if o.rank is None else f', rank {o.rank}'}: {_cell(o.reason)}"
         for o in request.observations[:20]
     ]
-    lines += ["", "## Ranks", "", "| rank | machine | end | step | last line |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "## Ranks",
+        "",
+        "| rank | machine | end | step | last line |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     lines += [row for report in request.reports[:32] for row in _rank_rows(report)][:64]
     if evidence:
         lines += ["", "## Closer look", "", *(f"- {_cell(line)}" for line in evidence[:40])]

@@ -6,7 +6,6 @@ incident's round beside it. Only a finding of low confidence waits for the round
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from temporalio import workflow
@@ -19,30 +18,24 @@ with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.attribution import Finding, MachineReport, Trigger, attribute
     from everstep.decide.ladder import decide
-    from everstep.decide.logs import classify_lines
     from everstep.decide.words import (
-        Action,
         Cause,
         Confidence,
         IncidentState,
         JobPhase,
-        LogClass,
+        Rung,
         RunOutcome,
         RunPhase,
-        Rung,
-        Symptom,
     )
     from everstep.spec import messages as m
     from everstep.spec.limits import ladder_limits
     from everstep.spec.policy import PolicySnapshot
-    from workflows import page
+    from workflows import incidents, page
     from workflows.context import JobContext
-    from workflows.state import RECENT_INCIDENTS_MAX, NextRun, OpenIncident
+    from workflows.state import NextRun
 
 
-async def stop_run(
-    context: JobContext, reason: str, *, planned: bool
-) -> tuple[MachineReport, ...]:
+async def stop_run(context: JobContext, reason: str, *, planned: bool) -> tuple[MachineReport, ...]:
     """End the run on all of its machines, evidence first; one report for each machine."""
     run = context.state.run
     if run is None:
@@ -73,14 +66,18 @@ async def stop_run(
                 raise
             note = str(error.cause or error)[:300]
             reports += [
-                MachineReport(machine_id=ref.machine_id, reachable=False, note=note) for ref in shard
+                MachineReport(machine_id=ref.machine_id, reachable=False, note=note)
+                for ref in shard
             ]
     return tuple(reports)
 
 
 async def recover(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
-    """Handle one trouble: leaves the job with ``run`` None and ``next_run`` set, or waiting for a
-    person, or with a final phase to be finished by the caller."""
+    """Handle one trouble.
+
+    Leaves the job with ``run`` None and ``next_run`` set, or waiting for a person, or with a final
+    phase to be finished by the caller.
+    """
     state, run = context.state, context.state.run
     if run is None:
         raise RuntimeError("trouble without a run")
@@ -104,7 +101,7 @@ async def recover(context: JobContext, observations: tuple[m.ObservationRecord, 
             for o in observations
         ],
     )
-    request = _open_round(context, finding, observations, reports, detected_at, stopped_at)
+    request = incidents.open_round(context, finding, observations, reports, detected_at, stopped_at)
     record = await _decide(context, request)
     await _carry_out(context, record, finding)
     context.record(
@@ -156,53 +153,6 @@ async def _confirm(
     )
     newer = {report.machine_id: report for report in confirmed.reports}
     return tuple(newer.get(report.machine_id, report) for report in reports)
-
-
-def _open_round(
-    context: JobContext,
-    finding: Finding,
-    observations: tuple[m.ObservationRecord, ...],
-    reports: tuple[MachineReport, ...],
-    detected_at: datetime,
-    stopped_at: datetime,
-) -> m.IncidentInput:
-    """Open the incident, or the next round of the one that is open."""
-    state, run = context.state, context.state.run
-    if run is None:
-        raise RuntimeError("trouble without a run")
-    if state.incident is None:
-        state.incidents_total += 1
-        state.incident = OpenIncident(
-            incident_id=f"{state.job_id}-{state.incidents_total}",
-            number=state.incidents_total,
-            round_number=1,
-            symptom=finding.symptom,
-            opened_at=detected_at,
-        )
-    else:
-        state.incident.round_number += 1
-        state.incident.symptom = finding.symptom
-        state.incident.recovered_at = None
-    incident = state.incident
-    incident.reason = finding.reason
-    incident.failed_step = finding.step if finding.step is not None else state.progress.step
-    return m.IncidentInput(
-        incident_id=incident.incident_id,
-        job_id=state.job_id,
-        run_id=run.run_id,
-        generation=run.generation,
-        number=incident.number,
-        round_number=incident.round_number,
-        opened_at=incident.opened_at,
-        detected_at=detected_at,
-        stopped_at=stopped_at,
-        observations=observations,
-        reports=reports,
-        finding=finding,
-        ladder=state.ladder,
-        policy=context.policy,
-        machines=run.machines,
-    )
 
 
 async def _decide(context: JobContext, request: m.IncidentInput) -> m.DecisionRecord:
@@ -296,9 +246,7 @@ def close_run(context: JobContext, outcome: RunOutcome) -> None:
     context.beside(
         contracts.schedule(
             contracts.close_run,
-            m.CloseRun(
-                run_id=run.run_id, outcome=outcome, closed_at=workflow.now(), release=False
-            ),
+            m.CloseRun(run_id=run.run_id, outcome=outcome, closed_at=workflow.now(), release=False),
             summary=f"close run {run.generation}: {outcome}",
         )
     )
@@ -307,96 +255,3 @@ def close_run(context: JobContext, outcome: RunOutcome) -> None:
     state.cursors = {}
     state.unreachable = ()
     context.show()
-
-
-def stable(context: JobContext) -> None:
-    """The job has trained long enough since its restart: the incident is over."""
-    state, incident = context.state, context.state.incident
-    if incident is None:
-        return
-    lost = incident.steps_lost
-    summary = (
-        f"{incident.symptom}: {incident.action}; stable again"
-        + (f", {lost} steps lost" if lost is not None else "")
-    )
-    context.beside(
-        contracts.schedule(
-            contracts.close_incident,
-            m.CloseIncident(
-                incident_id=incident.incident_id,
-                state=IncidentState.STABLE,
-                closed_at=workflow.now(),
-                summary=summary,
-            ),
-            summary=f"close incident {incident.incident_id}: stable",
-        )
-    )
-    state.note_incident(IncidentState.STABLE)
-    state.incident = None
-    context.show()
-
-
-def gave_up(context: JobContext, reason: str) -> None:
-    """The job ends with its incident open."""
-    incident = context.state.incident
-    if incident is None:
-        return
-    context.beside(
-        contracts.schedule(
-            contracts.close_incident,
-            m.CloseIncident(
-                incident_id=incident.incident_id,
-                state=IncidentState.GAVE_UP,
-                closed_at=workflow.now(),
-                summary=reason[:600],
-            ),
-            summary=f"close incident {incident.incident_id}: {reason}"[:200],
-        )
-    )
-    context.state.note_incident(IncidentState.GAVE_UP)
-    context.state.incident = None
-
-
-def warn_only(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
-    """Record what people should know though training goes on: a save that failed."""
-    state, run = context.state, context.state.run
-    if run is None or state.warned_generation >= run.generation:
-        return
-    state.warned_generation = run.generation
-    state.incidents_total += 1
-    now, first = workflow.now(), observations[0]
-    disk_full = classify_lines([first.reason])[0] is LogClass.DISK_FULL
-    symptom = Symptom.DISK_FULL if disk_full else Symptom.CHECKPOINT_ERROR
-    summary = m.IncidentSummary(
-        incident_id=f"{state.job_id}-{state.incidents_total}",
-        number=state.incidents_total,
-        rounds=1,
-        symptom=symptom,
-        state=IncidentState.STABLE,
-        action=Action.WARN_ONLY.value,
-        reason=f"{first.reason}; training goes on"[:600],
-        opened_at=now,
-        recovered_at=now,
-        steps_lost=0,
-    )
-    state.recent = (summary, *state.recent)[:RECENT_INCIDENTS_MAX]
-    context.beside(
-        contracts.schedule(
-            contracts.record_incident,
-            m.RecordIncident(
-                incident_id=summary.incident_id,
-                job_id=state.job_id,
-                run_id=run.run_id,
-                number=summary.number,
-                round_number=1,
-                state=IncidentState.STABLE,
-                symptom=symptom,
-                opened_at=now,
-                closed_at=now,
-                detected_at=now,
-                summary=summary.reason,
-                observations=observations,
-            ),
-            summary=f"record {symptom}: {first.reason}"[:200],
-        )
-    )

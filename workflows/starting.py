@@ -80,7 +80,9 @@ async def start_run(context: JobContext) -> tuple[m.ObservationRecord, ...]:
         Nothing when all started, else what went wrong.
     """
     state = context.state
-    context.enter(JobPhase.STARTING, f"starting run {state.runs_total}: {state.next_run.start_reason}")
+    context.enter(
+        JobPhase.STARTING, f"starting run {state.runs_total}: {state.next_run.start_reason}"
+    )
     try:
         problems = await _prepare(context)
     except ActivityError as error:
@@ -94,19 +96,23 @@ async def _prepare(context: JobContext) -> tuple[m.ObservationRecord, ...]:
     state, run = context.state, context.state.run
     if run is None:
         raise RuntimeError("no run is open")
-    code = contracts.schedule(
-        contracts.materialise_code,
-        m.MaterialiseCodeInput(
-            command_id=context.key(),
-            job_id=state.job_id,
-            generation=run.generation,
-            source=state.spec.code,
-            code_version=state.code_version,
-            machines=run.machines,
-            policy=context.policy,
-        ),
-        summary=f"bring code version {state.code_version or 'of the launch'} to the machines",
-    ) if state.spec.code else None
+    code = (
+        contracts.schedule(
+            contracts.materialise_code,
+            m.MaterialiseCodeInput(
+                command_id=context.key(),
+                job_id=state.job_id,
+                generation=run.generation,
+                source=state.spec.code,
+                code_version=state.code_version,
+                machines=run.machines,
+                policy=context.policy,
+            ),
+            summary=f"bring code version {state.code_version or 'of the launch'} to the machines",
+        )
+        if state.spec.code
+        else None
+    )
     restore = contracts.schedule(
         contracts.choose_restore_point,
         m.ChooseRestorePoint(
@@ -136,7 +142,9 @@ async def _prepare(context: JobContext) -> tuple[m.ObservationRecord, ...]:
             return _problems(brought.failed, "probe", "code version not brought")
         state.code_version, state.code_path = brought.code_version, brought.path
     if where.unreachable:
-        return _problems({run.machines[0].machine_id: where.unreachable}, "unreachable", "not reached")
+        return _problems(
+            {run.machines[0].machine_id: where.unreachable}, "unreachable", "not reached"
+        )
     state.run = run.model_copy(
         update={
             "restore": point.restore,
@@ -201,9 +209,7 @@ async def _start_ranks(context: JobContext) -> tuple[m.ObservationRecord, ...]:
     return problems
 
 
-def _problems(
-    lines: dict[str, str], kind: str, what: str
-) -> tuple[m.ObservationRecord, ...]:
+def _problems(lines: dict[str, str], kind: str, what: str) -> tuple[m.ObservationRecord, ...]:
     return tuple(
         m.ObservationRecord(
             kind="unreachable" if kind == "unreachable" else "probe",
@@ -213,5 +219,3 @@ def _problems(
         )
         for machine, reason in sorted(lines.items())
     )
-
-

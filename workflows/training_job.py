@@ -15,7 +15,6 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import ValidationError
     from temporalio.exceptions import (
         ActivityError,
         ApplicationError,
@@ -27,24 +26,19 @@ with workflow.unsafe.imports_passed_through():
     from everstep.decide.ladder import person_resumed
     from everstep.decide.words import (
         FINAL_PHASES,
-        IncidentState,
         JobPhase,
         RunOutcome,
-        RunPhase,
-        Verdict,
     )
     from everstep.spec import messages as m
-    from everstep.spec.agent_api import EventKind
-    from everstep.spec.errors import format_validation_error
     from everstep.spec.job import JobSpec
-    from workflows import recovering, starting
+    from workflows import incidents, progress, recovering, starting
     from workflows.context import Cancelled, JobContext
+    from workflows.intake import CONTINUED, state_from
     from workflows.state import JobState, NextRun, Wish
     from workflows.watching import Watches
 
 HISTORY_EVENTS_MAX = 1_000
 """Continue as new beyond this: replay runs at 3,500 events/s against a 2 s task timeout."""
-CONTINUED = "everstep_continued"
 
 
 @workflow.defn(name=m.TRAINING_JOB)
@@ -55,7 +49,7 @@ class TrainingJob:
     def __init__(self, raw: Any) -> None:
         self._invalid: ApplicationError | None = None
         try:
-            state = _state_from(raw)
+            state = state_from(raw)
         except ApplicationError as error:
             # Raised in run(): only there does it end the workflow; here it would park the task.
             self._invalid = error
@@ -158,7 +152,9 @@ class TrainingJob:
         )
         state.code_version, state.code_path = live.code_version, live.code_path
         state.runs_total = live.generation
-        context.enter(JobPhase.RUNNING, f"adopted run {live.generation}, which the ledger holds open")
+        context.enter(
+            JobPhase.RUNNING, f"adopted run {live.generation}, which the ledger holds open"
+        )
 
     # --- starting and following
 
@@ -184,16 +180,16 @@ class TrainingJob:
             )
             results = await watches.collect()
             if not waited:
-                results.append(_early_exit())
+                results.append(progress.early_exit())
             if not results:
                 results = await watches.cancel()
             trouble = tuple(o for r in results if r.kind == "trouble" for o in r.observations)
             if trouble:
-                self._note(results)
+                progress.note(context, results)
                 await watches.cancel()
                 await recovering.recover(context, trouble)
                 return None
-            self._note(results)
+            progress.note(context, results)
             if len(watches.finished) == len(context.shards()):
                 return await self._finish(JobPhase.SUCCEEDED, "all ranks finished")
             if state.wish is not None and not watches.handles:
@@ -206,70 +202,6 @@ class TrainingJob:
         if watches.finished:
             return self._context.policy.policy.detection.exit_skew_max.total_seconds()
         return None
-
-    def _note(self, results: list[m.WatchResult]) -> None:
-        """Take in progress and milestones."""
-        context, state = self._context, self._context.state
-        run = state.run
-        if run is None:
-            return
-        for result in results:
-            if result.progress.step is not None:
-                state.progress = result.progress
-            if result.kind in ("tick", "first_step", "blind"):
-                state.unreachable = result.unreachable
-            if result.kind == "first_step" and run.first_step_at is None:
-                self._first_step()
-            elif result.kind == "blind":
-                self._blind(result)
-            warnings = [o for o in result.observations if o.kind is EventKind.SAVE_FAILED]
-            if warnings:
-                recovering.warn_only(context, tuple(warnings))
-        incident = state.incident
-        if incident is not None and incident.recovered_at is None and state.phase is JobPhase.RUNNING:
-            # Without the trainer library there is no first step: count from the run's start.
-            if run.first_step_at is not None or any(r.kind == "tick" for r in results):
-                incident.recovered_at = workflow.now()
-        if incident is not None and incident.recovered_at is not None:
-            if workflow.now() - incident.recovered_at >= context.policy.policy.ladder.stable_after:
-                recovering.stable(context)
-        context.show()
-
-    def _first_step(self) -> None:
-        context, state = self._context, self._context.state
-        if state.run is None:
-            return
-        now = workflow.now()
-        state.run = state.run.model_copy(update={"first_step_at": now})
-        incident = state.incident
-        if incident is not None:
-            incident.recovered_at = now
-            restored = state.run.restore.step if state.run.restore else 0
-            if incident.failed_step is not None:
-                incident.steps_lost = max(0, incident.failed_step - restored)
-            state.note_incident(IncidentState.OPEN)
-        context.enter(JobPhase.RUNNING, f"run {state.run.generation} is training")
-        context.record({RunPhase.FIRST_STEP: now}, step=state.progress.step)
-
-    def _blind(self, result: m.WatchResult) -> None:
-        """No machine can be reached. Training may well go on: tell a person, touch nothing."""
-        context, state = self._context, self._context.state
-        names = ", ".join(result.unreachable[:5]) or "the machines"
-        why = result.observations[0].reason if result.observations else f"cannot reach {names}"
-        context.enter(JobPhase.RUNNING, f"blind: {why}. Nothing is done to the run meanwhile.")
-        generation = state.run.generation if state.run else 0
-        context.beside(
-            contracts.schedule(
-                contracts.notify,
-                m.Notify(
-                    key=f"{state.job_id}-{generation}-blind",
-                    severity="warning",
-                    job_id=state.job_id,
-                    text=f"{state.job_id}: {state.reason}"[:600],
-                ),
-                summary="tell people: the job cannot be observed",
-            )
-        )
 
     # --- people
 
@@ -313,6 +245,7 @@ class TrainingJob:
     async def _finish(self, phase: JobPhase, reason: str) -> m.JobResult:
         """Stop what runs, give the machines back, close the books."""
         context, state = self._context, self._context.state
+        context.ending = True
         if state.run is not None:
             context.note_trouble(state.progress.step)
             ettr = context.ettr()
@@ -326,9 +259,9 @@ class TrainingJob:
         else:
             ettr = context.ettr()
         if state.incident is not None and phase is JobPhase.SUCCEEDED:
-            recovering.stable(context)
+            incidents.stable(context)
         elif state.incident is not None:
-            recovering.gave_up(context, reason)
+            incidents.gave_up(context, reason)
         await context.drain()
         context.enter(phase, reason)
         await contracts.call(
@@ -357,7 +290,10 @@ class TrainingJob:
 
     def _roll_due(self) -> bool:
         """Asked for or due, and nothing beside that a new beginning would cut off."""
-        due = self._context.state.roll or workflow.info().get_current_history_length() > HISTORY_EVENTS_MAX
+        due = (
+            self._context.state.roll
+            or workflow.info().get_current_history_length() > HISTORY_EVENTS_MAX
+        )
         return due and self._context.nothing_beside()
 
     async def _roll_if_due(self) -> None:
@@ -450,43 +386,3 @@ class TrainingJob:
         state.wish = wish
         state.wish_note = f"{note} (by {by})" if note and by else note or (f"by {by}" if by else "")
         return m.UpdateAnswer(phase=state.phase, message=f"{wish.value} will be taken up now")
-
-
-def _early_exit() -> m.WatchResult:
-    """Some shards have finished and others have not for too long."""
-    return m.WatchResult(
-        kind="trouble",
-        observations=(
-            m.ObservationRecord(
-                kind=EventKind.EARLY_EXIT,
-                verdict=Verdict.FAULTY,
-                reason="some machines' ranks have all exited with 0 while others go on",
-            ),
-        ),
-    )
-
-
-def _state_from(raw: Any) -> JobState:
-    """The state to begin with: a new job's, or the one carried through continue-as-new.
-
-    Raises:
-        ApplicationError: the input is not a job spec; fails the start at once with the reason.
-    """
-    if isinstance(raw, dict) and CONTINUED in raw:
-        return JobState.model_validate(raw[CONTINUED])
-    try:
-        spec = JobSpec.model_validate(raw)
-    except ValidationError as error:
-        problems = format_validation_error(error, source="job spec")
-        raise ApplicationError(
-            "; ".join(problems)[:1500], type=contracts.INVALID_JOB_SPEC, non_retryable=True
-        ) from None
-    expected = m.job_workflow_id(spec.name)
-    if workflow.info().workflow_id != expected:
-        raise ApplicationError(
-            f"workflow id: got {workflow.info().workflow_id}; job {spec.name} must be started "
-            f"with the workflow id {expected}, so that it cannot run twice",
-            type=contracts.INVALID_JOB_SPEC,
-            non_retryable=True,
-        )
-    return JobState(spec=spec, created_at=workflow.now())

@@ -81,10 +81,8 @@ class Watches:
 
     async def collect(self) -> list[m.WatchResult]:
         """Results of the watches that have returned, in shard order."""
-        results = []
-        for index in sorted(i for i, handle in self.handles.items() if handle.done()):
-            results.append(await self._take(index))
-        return results
+        done = sorted(i for i, handle in self.handles.items() if handle.done())
+        return [await self._take(index) for index in done]
 
     async def cancel(self) -> list[m.WatchResult]:
         """Cancel all watches and take what they had: cursors, or news that came first."""
@@ -104,7 +102,9 @@ class Watches:
                 kind="blind",
                 observations=(
                     m.ObservationRecord(
-                        kind="probe", verdict=Verdict.UNKNOWN, reason=str(error.cause or error)[:600]
+                        kind="probe",
+                        verdict=Verdict.UNKNOWN,
+                        reason=str(error.cause or error)[:600],
                     ),
                 ),
             )

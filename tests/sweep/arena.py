@@ -95,7 +95,7 @@ def _options(state: Path, *, controllers: int, failpoint: str) -> EmbeddedOption
         machines=3,
         slots=2,
         controllers=controllers,
-        part_env={name: env for name in names},
+        part_env=dict.fromkeys(names, env),
     )
 
 
@@ -262,7 +262,9 @@ def picture(url: str) -> dict[str, Any]:
         "open_leases": "select machine_id from leases where ended_at is null order by 1",
         "blocks": "select machine_id, incident_id from blocks where released_at is null order by 1",
         "blocks_ever": "select count(*) from blocks",
-        "actions": "select incident_id, step, target, generation, kind from actions order by 1, 2, 3",
+        "actions": (
+            "select incident_id, step, target, generation, kind from actions order by 1, 2, 3"
+        ),
         "incidents": "select incident_id, number, symptom, state from incidents order by 1",
         "decisions": "select decision_id, rung from decisions order by 1",
         "rounds": "select incident_id, round_number from rounds order by 1, 2",

@@ -1,4 +1,4 @@
-"""The time-skipping server, one for the session, and a worker with a scripted fleet for each test."""
+"""The time-skipping server, one a session, and a worker with a scripted fleet for each test."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from temporalio import activity
 from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client, WorkflowHandle
 from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
-from temporalio.worker import Worker
+from temporalio.worker import (
+    ActivityInboundInterceptor,
+    ExecuteActivityInput,
+    Interceptor,
+    Worker,
+)
 
 from everstep.spec import messages as m
 from everstep.spec.load import load_policy
@@ -93,7 +100,8 @@ class Bench:
 
     async def status(self, handle: WorkflowHandle[Any, Any]) -> m.JobStatus:
         """The job's own account."""
-        return await handle.query("status", result_type=m.JobStatus)
+        status: m.JobStatus = await handle.query("status", result_type=m.JobStatus)
+        return status
 
     async def until(
         self, condition: Callable[[], Awaitable[bool] | bool], *, limit: int = 400
@@ -118,6 +126,24 @@ class Bench:
         return await self.status(handle)
 
 
+class OnlyMine(Interceptor):
+    """Keeps what an earlier test left on the shared queues away from this test's script."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:  # noqa: A002 - the SDK's name
+        name = self._name
+
+        class Inbound(ActivityInboundInterceptor):
+            async def execute_activity(self, input: ExecuteActivityInput) -> Any:  # noqa: A002 - the SDK's name
+                if name not in (activity.info().workflow_id or ""):
+                    raise ApplicationError("of another test", non_retryable=True)
+                return await super().execute_activity(input)
+
+        return Inbound(next)
+
+
 @pytest_asyncio.fixture(loop_scope="session")
 async def bench(env: WorkflowEnvironment, default_policy: Policy) -> AsyncIterator[Bench]:
     """A worker for both queues with a scripted fleet."""
@@ -132,6 +158,7 @@ async def bench(env: WorkflowEnvironment, default_policy: Policy) -> AsyncIterat
                     workflows=[TrainingJob, Incident] if queue == m.TASK_QUEUE else [],
                     activities=world.activities(),
                     workflow_runner=workflow_runner(),
+                    interceptors=[OnlyMine(name)],
                 )
             )
         yield Bench(env.client, env, world, name, m.TASK_QUEUE)

@@ -41,7 +41,9 @@ def _rank_failure(world: World) -> None:
 def _machine_loss(world: World) -> None:
     world.checkpoints[1] = 40
     gone = {
-        rank: exited(rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer")
+        rank: exited(
+            rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection closed by peer"
+        )
         for rank in (0, 1)
     }
     world.scripts[1] = Script(
@@ -55,7 +57,9 @@ def _machine_loss(world: World) -> None:
 
 def _low_confidence(world: World) -> None:
     lost_peer = {
-        rank: exited(rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection reset by peer")
+        rank: exited(
+            rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection reset by peer"
+        )
         for rank in range(4)
     }
     world.scripts[1] = Script(
@@ -66,9 +70,7 @@ def _low_confidence(world: World) -> None:
 
 def _user_error(world: World) -> None:
     failing = {
-        1: exited(
-            1, exit_code=1, log_class=LogClass.PYTHON_EXCEPTION, line="TypeError: no", step=5
-        )
+        1: exited(1, exit_code=1, log_class=LogClass.PYTHON_EXCEPTION, line="TypeError: no", step=5)
     }
     for generation in range(1, 10):
         world.scripts[generation] = Script(
@@ -125,7 +127,9 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-async def play(client: Client, world: World, scenario: Scenario, name: str) -> WorkflowHandle[Any, Any]:
+async def play(
+    client: Client, world: World, scenario: Scenario, name: str
+) -> WorkflowHandle[Any, Any]:
     """Run one situation to its end."""
     scenario.prepare(world)
     handle: WorkflowHandle[Any, Any] = await client.start_workflow(
@@ -139,7 +143,7 @@ async def play(client: Client, world: World, scenario: Scenario, name: str) -> W
         await scenario.drive(world, handle)
     try:
         await handle.result()
-    except Exception as error:  # noqa: BLE001 - a job that gives up ends with a failure
+    except Exception as error:
         if name != "user-error-gives-up":
             raise RuntimeError(f"{name} failed") from error
     return handle

@@ -1,8 +1,8 @@
 """A fleet in memory: every activity of the contracts, scripted, for workflow tests.
 
 It keeps the invariants the real ledger keeps (one open run, one lease a machine, evicted stays
-evicted) and counts what was done, so that tests assert effects and not calls. Faults are scripted as
-what a watch reports for each run; a script that was not used up fails the test (``unused``).
+evicted) and counts what was done, so that tests assert effects and not calls. Faults are scripted
+as what a watch reports for each run; a script that was not used up fails the test (``unused``).
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class World:
         return m.Done()
 
     @activity.defn
-    async def read_policy(self, request: m.ReadPolicy) -> m.PolicySnapshot:
+    async def read_policy(self, request: m.ReadPolicy) -> PolicySnapshot:
         return self.policy
 
     @activity.defn

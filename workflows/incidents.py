@@ -1,0 +1,158 @@
+"""The life of an incident in the job's state: opened, next round, stable, given up, only noted.
+
+Not here: what is done about it (``recovering``), and its rounds' pages (``incident``).
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities import contracts
+    from everstep.decide.attribution import Finding, MachineReport
+    from everstep.decide.logs import classify_lines
+    from everstep.decide.words import Action, IncidentState, LogClass, Symptom
+    from everstep.spec import messages as m
+    from workflows.context import JobContext
+    from workflows.state import RECENT_INCIDENTS_MAX, OpenIncident
+
+
+def open_round(
+    context: JobContext,
+    finding: Finding,
+    observations: tuple[m.ObservationRecord, ...],
+    reports: tuple[MachineReport, ...],
+    detected_at: datetime,
+    stopped_at: datetime,
+) -> m.IncidentInput:
+    """Open the incident, or the next round of the one that is open."""
+    state, run = context.state, context.state.run
+    if run is None:
+        raise RuntimeError("trouble without a run")
+    if state.incident is None:
+        state.incidents_total += 1
+        state.incident = OpenIncident(
+            incident_id=f"{state.job_id}-{state.incidents_total}",
+            number=state.incidents_total,
+            round_number=1,
+            symptom=finding.symptom,
+            opened_at=detected_at,
+        )
+    else:
+        state.incident.round_number += 1
+        state.incident.symptom = finding.symptom
+        state.incident.recovered_at = None
+    incident = state.incident
+    incident.reason = finding.reason
+    incident.failed_step = finding.step if finding.step is not None else state.progress.step
+    return m.IncidentInput(
+        incident_id=incident.incident_id,
+        job_id=state.job_id,
+        run_id=run.run_id,
+        generation=run.generation,
+        number=incident.number,
+        round_number=incident.round_number,
+        opened_at=incident.opened_at,
+        detected_at=detected_at,
+        stopped_at=stopped_at,
+        observations=observations,
+        reports=reports,
+        finding=finding,
+        ladder=state.ladder,
+        policy=context.policy,
+        machines=run.machines,
+    )
+
+
+def stable(context: JobContext) -> None:
+    """The job has trained long enough since its restart: the incident is over."""
+    state, incident = context.state, context.state.incident
+    if incident is None:
+        return
+    lost = incident.steps_lost
+    summary = f"{incident.symptom}: {incident.action}; stable again" + (
+        f", {lost} steps lost" if lost is not None else ""
+    )
+    context.beside(
+        contracts.schedule(
+            contracts.close_incident,
+            m.CloseIncident(
+                incident_id=incident.incident_id,
+                state=IncidentState.STABLE,
+                closed_at=workflow.now(),
+                summary=summary,
+            ),
+            summary=f"close incident {incident.incident_id}: stable",
+        )
+    )
+    state.note_incident(IncidentState.STABLE)
+    state.incident = None
+    context.show()
+
+
+def gave_up(context: JobContext, reason: str) -> None:
+    """The job ends with its incident open."""
+    incident = context.state.incident
+    if incident is None:
+        return
+    context.beside(
+        contracts.schedule(
+            contracts.close_incident,
+            m.CloseIncident(
+                incident_id=incident.incident_id,
+                state=IncidentState.GAVE_UP,
+                closed_at=workflow.now(),
+                summary=reason[:600],
+            ),
+            summary=f"close incident {incident.incident_id}: {reason}"[:200],
+        )
+    )
+    context.state.note_incident(IncidentState.GAVE_UP)
+    context.state.incident = None
+
+
+def warn_only(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
+    """Record what people should know though training goes on: a save that failed."""
+    state, run = context.state, context.state.run
+    if run is None or state.warned_generation >= run.generation:
+        return
+    state.warned_generation = run.generation
+    state.incidents_total += 1
+    now, first = workflow.now(), observations[0]
+    disk_full = classify_lines([first.reason])[0] is LogClass.DISK_FULL
+    symptom = Symptom.DISK_FULL if disk_full else Symptom.CHECKPOINT_ERROR
+    summary = m.IncidentSummary(
+        incident_id=f"{state.job_id}-{state.incidents_total}",
+        number=state.incidents_total,
+        rounds=1,
+        symptom=symptom,
+        state=IncidentState.STABLE,
+        action=Action.WARN_ONLY.value,
+        reason=f"{first.reason}; training goes on"[:600],
+        opened_at=now,
+        recovered_at=now,
+        steps_lost=0,
+    )
+    state.recent = (summary, *state.recent)[:RECENT_INCIDENTS_MAX]
+    context.beside(
+        contracts.schedule(
+            contracts.record_incident,
+            m.RecordIncident(
+                incident_id=summary.incident_id,
+                job_id=state.job_id,
+                run_id=run.run_id,
+                number=summary.number,
+                round_number=1,
+                state=IncidentState.STABLE,
+                symptom=symptom,
+                opened_at=now,
+                closed_at=now,
+                detected_at=now,
+                summary=summary.reason,
+                observations=observations,
+            ),
+            summary=f"record {symptom}: {first.reason}"[:200],
+        )
+    )
