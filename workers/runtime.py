@@ -25,7 +25,7 @@ from workflows.training_job import TrainingJob
 
 WORKFLOWS: tuple[type, ...] = (TrainingJob, Incident)
 
-STICKY_TIMEOUT = timedelta(seconds=2)
+STICKY_TIMEOUT = timedelta(seconds=1)
 """After a controller is killed, a workflow task waits this long for it before another gets it."""
 GRACE_ON_SHUTDOWN = timedelta(milliseconds=500)
 """Activities that are nearly done may finish; watches are handed over at once after it."""

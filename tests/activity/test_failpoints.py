@@ -57,7 +57,9 @@ def recorder(folder: Path) -> Failpoints:
     )
 
 
-async def run_two_steps(env: WorkflowEnvironment, failpoints: Failpoints, **options: int) -> int:
+async def run_two_steps(
+    env: WorkflowEnvironment, failpoints: Failpoints, *, cached: int = 1000
+) -> int:
     queue = uuid.uuid4().hex
     worker = Worker(
         env.client,
@@ -66,7 +68,7 @@ async def run_two_steps(env: WorkflowEnvironment, failpoints: Failpoints, **opti
         activities=[make_effect],
         workflow_runner=workflow_runner(),
         interceptors=[failpoints.interceptor()],
-        **options,
+        max_cached_workflows=cached,
     )
     failpoints.install([worker])
     try:
@@ -93,7 +95,7 @@ async def test_every_place_is_reached_in_order(env: WorkflowEnvironment, tmp_pat
 @pytest.mark.asyncio(loop_scope="module")
 async def test_replays_are_not_counted_as_tasks(env: WorkflowEnvironment, tmp_path: Path) -> None:
     """Without a cache every task replays all before it; the names stay the same."""
-    assert await run_two_steps(env, recorder(tmp_path), max_cached_workflows=0) == 2
+    assert await run_two_steps(env, recorder(tmp_path), cached=0) == 2
     assert sorted((tmp_path / "names").read_text().split()) == sorted(EXPECTED)
 
 
@@ -121,7 +123,8 @@ async def test_the_sdk_still_has_what_we_wrap(env: WorkflowEnvironment, tmp_path
     assert wrapped.poll_activity_task == inner.poll_activity_task
     workflow_worker = worker._workflow_worker
     assert workflow_worker is not None
-    assert workflow_worker._bridge_worker() is wrapped
+    seen: object = workflow_worker._bridge_worker()
+    assert seen is wrapped
 
 
 def test_another_sdk_is_refused_loudly(tmp_path: Path) -> None:

@@ -39,8 +39,13 @@ class FakeLedger:
     def set_restore_point(
         self, run_id: str, point: CheckpointId | None, *, path: str = ""
     ) -> RestorePointPlan | None:
-        plan = point and RestorePointPlan(step=point.step, generation=point.generation, path=path)
-        return self.chosen.setdefault(run_id, plan)
+        if run_id not in self.chosen:
+            self.chosen[run_id] = (
+                None
+                if point is None
+                else RestorePointPlan(step=point.step, generation=point.generation, path=path)
+            )
+        return self.chosen[run_id]
 
 
 def write_part(path: Path, header: dict[str, Any], payload: bytes) -> dict[str, Any]:
@@ -126,6 +131,11 @@ def replace_part(folder: Path) -> None:
     (folder / "COMPLETE.json").write_text(json.dumps(complete))
 
 
+def make_folder(folder: Path) -> None:
+    (folder / "COMPLETE.json").unlink()
+    (folder / "COMPLETE.json").mkdir()
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "never completed": lambda f: (f / "COMPLETE.json").unlink(),
     "part missing": lambda f: (f / "rank-0.part").unlink(),
@@ -142,10 +152,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "too few parts": lambda f: (f / "COMPLETE.json").write_text(
         (f / "COMPLETE.json").read_text().replace('"world_size": 2', '"world_size": 3')
     ),
-    "complete is a folder": lambda f: (
-        (f / "COMPLETE.json").unlink(),
-        (f / "COMPLETE.json").mkdir(),
-    ),
+    "complete is a folder": make_folder,
     "part is empty": lambda f: (f / "rank-0.part").write_bytes(b""),
 }
 

@@ -132,10 +132,10 @@ class OneCall:
     """Remembers the one request, or fails."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.requests = answer, []
+        self.answer = answer
+        self.requests: list[Any] = []
 
     def _call(self, request: Any, /, **_: Any) -> Any:
-        self.requests: list[Any]
         self.requests.append(request)
         if isinstance(self.answer, Exception):
             raise self.answer
