@@ -87,17 +87,44 @@ def load_job_spec(path: Path) -> JobSpec:
         SpecError: with every problem that was found, one line each.
     """
     text = read_text(path)
-    return job_spec_from_text(text, str(path))
+    return job_spec_from_text(text, str(path), base=path.resolve().parent)
 
 
-def job_spec_from_text(text: str, source: str) -> JobSpec:
-    """Check a job spec that is already in memory; ``source`` names it in errors."""
+def job_spec_from_text(text: str, source: str, *, base: Path | None = None) -> JobSpec:
+    """Check a job spec that is already in memory.
+
+    Args:
+        text: YAML or JSON.
+        source: names it in errors.
+        base: the folder that directories written as ``./x`` or ``../x`` are relative to.
+    """
     data = _mapping(text, source, "a job spec needs at least `name` and `command`")
+    if base is not None:
+        data = _beside(data, base)
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
         located = problems_of(error, model=JobSpec, source=source, locate=locator(text))
         raise SpecError(located) from None
+
+
+def _beside(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Directories that begin with a dot, made absolute: they are relative to the spec's file."""
+
+    def placed(value: Any) -> Any:
+        explicit = isinstance(value, str) and (
+            value in (".", "..") or value.startswith(("./", "../"))
+        )
+        return str((base / value).resolve()) if explicit else value
+
+    out = dict(data)
+    for key in ("code", "working_dir"):
+        if key in out:
+            out[key] = placed(out[key])
+    checkpoint = out.get("checkpoint")
+    if isinstance(checkpoint, Mapping) and "dir" in checkpoint:
+        out["checkpoint"] = {**checkpoint, "dir": placed(checkpoint["dir"])}
+    return out
 
 
 def load_policy(path: Path | None, *, environ: Mapping[str, str] = os.environ) -> LoadedPolicy:

@@ -283,3 +283,16 @@ def test_the_default_policy_is_valid_yaml_for_others_too() -> None:
     text = (ROOT / "config" / "policy.yaml").read_text()
 
     assert plain_data(text) == YAML(typ="safe", pure=True).load(text)
+
+
+def test_directories_that_begin_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / "job.yaml"
+    path.parent.mkdir()
+    path.write_text(
+        "name: n\ncommand: c\ncode: ../src\nworking_dir: .\ncheckpoint: {dir: ./ckpt}\n",
+        encoding="utf-8",
+    )
+    spec = load.load_job_spec(path)
+    assert spec.code == str(tmp_path / "src")
+    assert spec.working_dir == str(path.parent)
+    assert spec.checkpoint.dir == str(path.parent / "ckpt")
