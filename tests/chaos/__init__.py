@@ -1,0 +1,1 @@
+"""Partitions, outages and random faults, judged afterwards by what the ledger says."""

@@ -1,0 +1,1 @@
+"""Real server, controllers, agents and ranks; every fault is made for real."""

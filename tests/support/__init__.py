@@ -1,0 +1,1 @@
+"""What several kinds of tests share: the counter job, a running world, the judge."""
