@@ -102,13 +102,15 @@ class Detection:
         )
         watch = _Watch(shard, Reach(self._ledger, self._agents, list(shard.machines)), self._clock)
         try:
-            return await watch.run()
+            result = await watch.run()
         except asyncio.CancelledError:
             details = activity.cancellation_details()
             if details is None or not details.cancel_requested:
                 # The controller stops, or Temporal lost track of us: somebody else goes on.
                 raise
-            return shard.cancelled()
+            result = shard.cancelled()
+        after_effect()
+        return result
 
     @activity.defn(name="confirm_machines")
     async def confirm_machines(self, request: m.ConfirmMachines) -> m.ConfirmedMachines:

@@ -16,6 +16,7 @@ import structlog
 from temporalio import activity
 
 from activities.clients import Agents, LooksUpMachines, Reach, heartbeating, why
+from activities.failpoints import after_effect
 from activities.failures import one_line
 from everstep.decide.attribution import MachineReport, RankReport, Trigger, attribute
 from everstep.decide.logs import classify_lines
@@ -70,6 +71,7 @@ class Diagnosis:
             rule=finding.rule,
             ranks_read=[rank.rank for rank in wanted],
         )
+        after_effect()
         lines = [*_rank_lines(reports, {r.rank for r in wanted}), *evidence]
         return m.DiagnosedRun(
             finding=finding, evidence=tuple(one_line(line) for line in lines[:EVIDENCE_MAX])
