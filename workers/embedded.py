@@ -258,15 +258,24 @@ class Embedded:
         async def ready() -> bool:
             return await _listens(int(listen.rpartition(":")[2]))
 
-        return self._spec(machine_id, argv, ready)
+        # `python` in a job file means this environment's, which has what the examples need.
+        here = str(Path(sys.executable).parent)
+        path = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
+        return self._spec(machine_id, argv, ready, {"PATH": path})
 
-    def _spec(self, name: str, argv: tuple[str, ...], ready: object) -> PartSpec:
+    def _spec(
+        self,
+        name: str,
+        argv: tuple[str, ...],
+        ready: object,
+        env: Mapping[str, str] | None = None,
+    ) -> PartSpec:
         return PartSpec(
             name=name,
             argv=argv,
             log_path=self.log_path(name),
             ready=ready,  # type: ignore[arg-type]
-            env=self.options.part_env.get(name, {}),
+            env={**(env or {}), **self.options.part_env.get(name, {})},
         )
 
     async def _prepare_namespace(self) -> None:
