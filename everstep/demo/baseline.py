@@ -20,10 +20,11 @@ NICENESS = 19
 class Baseline:
     """A running baseline."""
 
-    def __init__(self, folder: Path, *, steps: int) -> None:
+    def __init__(self, folder: Path, *, code: Path, steps: int) -> None:
         """Nothing is started yet."""
         self._out = folder / "baseline.sha256"
         self._log = folder / "baseline.log"
+        self._code = code
         self._steps = steps
         self._process: asyncio.subprocess.Process | None = None
 
@@ -32,16 +33,16 @@ class Baseline:
         cleaned = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *baseline_command(steps=self._steps, out=self._out),
+                *baseline_command(code=self._code, steps=self._steps, out=self._out),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**cleaned, "OMP_NUM_THREADS": "1"},
+                # The folder is a code version of the other job: nothing may be added to it.
+                env={**cleaned, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
                 cwd=self._log.parent,
                 start_new_session=True,
             )
-        for kind, who in ((os.PRIO_PGRP, self._process.pid),):
-            os.setpriority(kind, who, NICENESS)
+        os.setpriority(os.PRIO_PGRP, self._process.pid, NICENESS)
 
     async def sha256(self) -> str:
         """Wait for its end; answers the hash of its weights.

@@ -5,6 +5,7 @@ Not here: what is done to them (``faults``, ``side_jobs``).
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,16 @@ POLICY: dict[str, Any] = {
 }
 
 
-def examples() -> Path:
-    """The folder of the example jobs."""
-    return app_root() / "examples"
+def copy_examples(target: Path) -> Path:
+    """The example jobs, in a folder that nobody edits while the demo runs."""
+    source = app_root() / "examples"
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
 
 
-def main_job(*, steps: int, step_ms: int, checkpoints: Path, orders: Path, out: Path) -> JobSpec:
+def main_job(
+    *, code: Path, steps: int, step_ms: int, checkpoints: Path, orders: Path, out: Path
+) -> JobSpec:
     """Four ranks of a small GPT on two machines."""
     return JobSpec.model_validate(
         {
@@ -61,7 +66,7 @@ def main_job(*, steps: int, step_ms: int, checkpoints: Path, orders: Path, out: 
             ],
             "machines": MACHINES,
             "ranks_per_machine": RANKS_PER_MACHINE,
-            "code": str(examples()),
+            "code": str(code),
             "checkpoint": {"dir": str(checkpoints), "keep": 2},
             "env": {ORDERS_ENV: str(orders), "OMP_NUM_THREADS": "1"},
             "policy": POLICY,
@@ -69,20 +74,20 @@ def main_job(*, steps: int, step_ms: int, checkpoints: Path, orders: Path, out: 
     )
 
 
-def baseline_command(*, steps: int, out: Path) -> list[str]:
+def baseline_command(*, code: Path, steps: int, out: Path) -> list[str]:
     """The same training under plain torchrun, at its own speed."""
     ranks = MACHINES * RANKS_PER_MACHINE
     return [
         sys.executable,
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        str(examples() / "tiny_gpt" / "train.py"),
+        str(code / "tiny_gpt" / "train.py"),
         *("--steps", str(steps)),
         *("--save-every", str(SAVE_EVERY)),
         *("--out", str(out)),
     ]
 
 
-def user_error_job(*, orders: Path) -> JobSpec:
+def user_error_job(*, code: Path, orders: Path) -> JobSpec:
     """A job whose code fails at the same step every time."""
     policy = {**POLICY, "ladder": {"stable_after": "2s", "user_code_restarts_max": 2}}
     return JobSpec.model_validate(
@@ -91,7 +96,7 @@ def user_error_job(*, orders: Path) -> JobSpec:
             "command": [sys.executable, "counter_job/train.py", "--steps", "200"],
             "machines": MACHINES,
             "ranks_per_machine": RANKS_PER_MACHINE,
-            "code": str(examples()),
+            "code": str(code),
             "env": {ORDERS_ENV: str(orders)},
             "policy": policy,
         }
@@ -109,7 +114,7 @@ def bad_spec() -> dict[str, Any]:
     }
 
 
-def plain_job(*, steps: int, checkpoints: Path) -> JobSpec:
+def plain_job(*, code: Path, steps: int, checkpoints: Path) -> JobSpec:
     """A script that knows nothing of Everstep, under the launcher it was written for."""
     return JobSpec.model_validate(
         {
@@ -123,7 +128,7 @@ def plain_job(*, steps: int, checkpoints: Path) -> JobSpec:
                 *("--checkpoint-dir", str(checkpoints)),
             ],
             "machines": 1,
-            "code": str(examples()),
+            "code": str(code),
             "env": {"OMP_NUM_THREADS": "1"},
             "policy": POLICY,
         }

@@ -97,7 +97,8 @@ class Play:
         self.embedded = Embedded(
             EmbeddedOptions(state=folder / "state", machines=MACHINES, slots=jobs.RANKS_PER_MACHINE)
         )
-        self.baseline = Baseline(folder, steps=self.steps)
+        self.code = folder / "code"
+        self.baseline = Baseline(folder, code=self.code, steps=self.steps)
 
     async def run(self) -> None:
         """Everything, and whatever happens, an end to all that was started."""
@@ -105,6 +106,7 @@ class Play:
         if not mounted:
             self.report.skipped["disk full while saving"] = self.disk.why_not
         try:
+            await asyncio.to_thread(jobs.copy_examples, self.code)
             await self.embedded.start()
             self.out.print(f"Temporal UI: {self.embedded.addresses.ui}")
             await self.baseline.start()
@@ -122,6 +124,7 @@ class Play:
         faults = main_faults(outage_s=outage, small_disk=small_disk)
         async with self._stage(jobs.MAIN) as stage:
             spec = jobs.main_job(
+                code=self.code,
                 steps=self.steps,
                 step_ms=STEP_MS,
                 checkpoints=small_disk or self.folder / "checkpoints",
@@ -143,11 +146,15 @@ class Play:
     async def _side(self) -> None:
         plays: dict[str, tuple[str, str, Callable[[Stage], Awaitable[Row]]]] = {
             "bad-spec": (jobs.BAD_SPEC, "bad job spec", side_jobs.bad_spec),
-            "user-error": (jobs.USER_ERROR, "user error", side_jobs.user_error),
+            "user-error": (
+                jobs.USER_ERROR,
+                "user error",
+                lambda stage: side_jobs.user_error(stage, self.code),
+            ),
             "plain": (
                 jobs.PLAIN,
                 "plain torchrun script",
-                lambda stage: side_jobs.plain_torchrun(stage, self.folder),
+                lambda stage: side_jobs.plain_torchrun(stage, self.code, self.folder),
             ),
         }
         for key, (job_id, name, play) in plays.items():
@@ -163,7 +170,11 @@ class Play:
     async def _show(self, name: str, play: Callable[[], Awaitable[Row]]) -> None:
         """Play one fault; a fault that cannot be played is a row with its problem."""
         self.out.print(f"  {name} ... ", end="")
-        row = await play()
+        try:
+            row = await play()
+        except EverstepError as error:
+            self.out.print("[red]failed[/red]")
+            raise DemoFailed(f"{name}: {error}") from None
         self.report.rows.append(row)
         if row.problem:
             self.out.print(f"[red]{row.problem}[/red]")

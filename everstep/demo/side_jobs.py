@@ -28,13 +28,13 @@ END_LIMIT_S = 180.0
 _STEP = re.compile(r"^step (\d+) ", re.MULTILINE)
 
 
-async def user_error(stage: Stage) -> Row:
+async def user_error(stage: Stage, code: Path) -> Row:
     """A fault in the job's own code that never goes away: the budget ends it, nobody is blamed."""
     stage.orders.mkdir(parents=True, exist_ok=True)
     order = "always.exception.rank1.step3"
     (stage.orders / order).touch()
     machines_before = await _evicted(stage)
-    await stage.client.launch(jobs.user_error_job(orders=stage.orders))
+    await stage.client.launch(jobs.user_error_job(code=code, orders=stage.orders))
     reason = ""
     try:
         result = await stage.client.wait(stage.job_id, timeout_s=END_LIMIT_S, poll_s=0.2)
@@ -91,11 +91,11 @@ async def bad_spec(stage: Stage) -> Row:
     return row
 
 
-async def plain_torchrun(stage: Stage, folder: Path) -> Row:
+async def plain_torchrun(stage: Stage, code: Path, folder: Path) -> Row:
     """A script without the trainer library, whose rank is killed: it resumes from its own file."""
     name = "plain torchrun script, rank SIGKILL"
     checkpoints = folder / "plain-checkpoints"
-    await stage.client.launch(jobs.plain_job(steps=PLAIN_STEPS, checkpoints=checkpoints))
+    await stage.client.launch(jobs.plain_job(code=code, steps=PLAIN_STEPS, checkpoints=checkpoints))
 
     async def saved() -> bool:
         return (checkpoints / "newest").is_file()
