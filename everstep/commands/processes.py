@@ -23,6 +23,12 @@ LedgerUrlOption = Annotated[
 ]
 
 
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(help="Certificates the other side is checked against.", metavar="FILE"),
+]
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(up)
@@ -116,6 +122,7 @@ def controller(
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    tls_ca: TlsCaOption = None,
 ) -> None:
     """Run a controller: workflows, activities and the endpoint where agents register."""
     from everstep.process_log import configure_logging
@@ -133,6 +140,7 @@ def controller(
         insecure=insecure,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        tls_ca=tls_ca,
     )
     raise typer.Exit(asyncio.run(run_controller(config)))
 
@@ -162,6 +170,10 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    tls_ca: TlsCaOption = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="A label of this machine (repeatable).", metavar="K=V")
+    ] = None,
 ) -> None:
     """Run this machine's agent."""
     from everstep.process_log import configure_logging
@@ -178,11 +190,23 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
         slots=slots,
         rank_user=rank_user,
         stop_ranks_on_exit=stop_ranks_on_exit,
+        labels=_labels(label or []),
         insecure=insecure,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        tls_ca=tls_ca,
     )
     raise typer.Exit(asyncio.run(run_agent(config)))
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    """``K=V`` words as a mapping."""
+    from everstep.errors import UsageProblem
+
+    for word in given:
+        if not word.partition("=")[0] or "=" not in word:
+            raise UsageProblem(f"--label {word}: a label is written like zone=a")
+    return dict(word.split("=", 1) for word in given)
 
 
 def version(output: OutputOption = Output.TABLE) -> None:

@@ -126,6 +126,14 @@ BAD_LINES: dict[str, tuple[list[str], int, str]] = {
         3,
         "/nowhere",
     ),
+    "agent, a label that is none": (
+        [
+            *("agent", "--machine-id", "m", "--state", "s", "--secrets", "/nowhere"),
+            *("--controller", "http://127.0.0.1:1", "--label", "zone"),
+        ],
+        2,
+        "zone=a",
+    ),
     "up, no such program": (["up", "--temporal-binary", "/nowhere/temporal"], 3, "/nowhere"),
 }
 
