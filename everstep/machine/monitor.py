@@ -67,6 +67,8 @@ class RunMonitor:
         self._seen: dict[int, Progress] = {}
         self._finished_ns: dict[int, int] = {}
         self._intervals_s: deque[float] = deque(maxlen=_SAMPLES)
+        self._with_sections_s: deque[float] = deque(maxlen=_SAMPLES)
+        """The same, time in sections included: all there is of a job that saves at every step."""
         self.changed = False
         """Set when ``facts`` were changed and should be saved; the caller resets it."""
 
@@ -115,19 +117,22 @@ class RunMonitor:
     def _learn(self, before: Progress, after: Progress) -> None:
         steps = after.steps_reported - before.steps_reported
         in_section = before.section or after.section or after.section_left_ns > before.step_at_ns
-        if steps <= 0 or before.steps_reported == 0 or in_section:
+        if steps <= 0 or before.steps_reported == 0:
             return
         elapsed_s = (after.step_at_ns - before.step_at_ns) / NS
         if elapsed_s > 0:
-            self._intervals_s.append(elapsed_s / steps)
+            self._with_sections_s.append(elapsed_s / steps)
+            if not in_section:
+                self._intervals_s.append(elapsed_s / steps)
 
     @property
     def step_time_s(self) -> float | None:
         """A high quantile of this run's recent step times; None before it is known."""
-        if len(self._intervals_s) < _SAMPLES_MIN:
-            return self._facts.step_time_s
-        ordered = sorted(self._intervals_s)
-        return ordered[math.ceil(_QUANTILE * (len(ordered) - 1))]
+        for intervals_s in (self._intervals_s, self._with_sections_s):
+            if len(intervals_s) >= _SAMPLES_MIN:
+                ordered = sorted(intervals_s)
+                return ordered[math.ceil(_QUANTILE * (len(ordered) - 1))]
+        return self._facts.step_time_s
 
     def _note_step_time(self) -> None:
         now, noted = self.step_time_s, self._facts.step_time_s

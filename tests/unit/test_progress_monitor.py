@@ -199,6 +199,20 @@ def test_a_section_that_is_shorter_than_a_look_is_no_step_time() -> None:
     assert job.monitor.step_time_s == 1.0
 
 
+def test_a_job_with_a_section_in_every_step_has_a_rhythm_too() -> None:
+    job = Job(ranks=1)
+    for _ in range(10):
+        job.wait(20)
+        job.step()
+        job.change(0, section_left_ns=int(job.now_s * NS) + 1)  # it saves at every step
+        job.look()
+    job.wait(190)
+    assert job.stalled() == []
+    job.wait(20)
+    assert job.stalled() == [0], "not only after the ten minutes of a first step"
+    assert job.found[-1].data["limit_s"] == 200
+
+
 def test_a_sections_own_limit_wins() -> None:
     job = Job(ranks=1)
     job.train(steps=10, step_time_s=1)
