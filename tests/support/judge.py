@@ -9,6 +9,7 @@ Not here: what ranks computed (``tests.support.counting``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import create_engine, text
@@ -41,6 +42,31 @@ def runs_of(ledger: Ledger, job_id: str) -> list[RunRow]:
     return sorted(ledger.runs(job_id), key=lambda run: run.generation)
 
 
+def story(incidents: Sequence[IncidentDetail]) -> list[str]:
+    """What incidents were about, in lines short enough for a failed assertion."""
+    lines = []
+    for incident in incidents:
+        lines += [
+            f"{incident.incident_id} round {o.round_number} {o.observed_at:%H:%M:%S} saw {o.kind} "
+            f"on {o.machine_id} rank {o.rank}, {o.age_s:.1f} s before: {o.reason}"
+            for o in incident.observations
+        ]
+        lines += [
+            f"{incident.incident_id} round {d.round_number} {d.decided_at:%H:%M:%S} "
+            f"{d.decision.rung}: {d.finding.symptom} by {d.finding.rule}: {d.finding.reason}"
+            for d in incident.decisions
+        ]
+        lines += [
+            f"  {report['machine_id']} reachable {report['reachable']} rank {rank['rank']} "
+            f"{rank['state']} code {rank['exit_code']} signal {rank['signal']} "
+            f"ours {rank['stopped_by_us']} step {rank['step']} stalled {rank['stalled_for_s']}"
+            for number in incident.rounds
+            for report in number.reports
+            for rank in report["ranks"]
+        ]
+    return lines
+
+
 def ended_job(ledger: Ledger, url: str, job_id: str) -> list[str]:
     """What is wrong in the ledger with a job that has ended, however it ended."""
     runs, incidents = runs_of(ledger, job_id), details(ledger, job_id)
@@ -69,7 +95,7 @@ def _runs(runs: Sequence[RunRow]) -> Iterable[str]:
             yield f"run {run.generation} is still open"
         if run.restore and run.restore.generation >= run.generation:
             yield f"run {run.generation} restored from run {run.restore.generation}"
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in pairwise(runs):
         if before.closed_at and before.closed_at > after.opened_at:
             yield f"runs {before.generation} and {after.generation} were open at once"
     # A later run never restores an older step than what an earlier run had restored already.
@@ -118,7 +144,7 @@ def _evictions(runs: Sequence[RunRow], incidents: Sequence[IncidentDetail]) -> I
 def machines(url: str) -> Iterable[str]:
     """A machine has one lease at a time, and none that began while it was blocked."""
     leases = rows(url, "select machine_id, leased_at, ended_at, run_id from leases order by 1, 2")
-    for (first, _, end, run_a), (second, begin, _, run_b) in zip(leases, leases[1:], strict=False):
+    for (first, _, end, run_a), (second, begin, _, run_b) in pairwise(leases):
         if first == second and (end is None or end > begin):
             yield f"{first} was leased to {run_a} and {run_b} at once"
     blocks = rows(url, "select machine_id, blocked_at, released_at from blocks")

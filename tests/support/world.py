@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from everstep.client import Client
-from everstep.decide.words import JobPhase, RunPhase
+from everstep.decide.words import JobPhase, RunOutcome, RunPhase
 from everstep.demo.stage import Before, Sight, Stage
 from everstep.errors import EverstepError
 from everstep.ledger import IncidentDetail, RunRow
@@ -32,6 +32,8 @@ from workers.embedded import Embedded, EmbeddedOptions
 
 END_LIMIT_S = 150.0
 QUIET_LIMIT_S = 20.0
+FLEET_POLICY = "machines: {register_interval: 1s}\n"
+"""A machine that was away is known again within a second."""
 
 
 async def until(
@@ -99,7 +101,9 @@ def _job_of(process: psutil.Process) -> str:
 @contextlib.asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[World]:
     """Start a world in ``folder`` and end it."""
-    defaults: dict[str, Any] = {"machines": 2, "slots": 2}
+    policy = folder / "policy.yaml"
+    policy.write_text(FLEET_POLICY, encoding="utf-8")
+    defaults: dict[str, Any] = {"machines": 2, "slots": 2, "policy": policy}
     embedded = Embedded(EmbeddedOptions(state=folder / "state", **(defaults | options)))
     await embedded.start()
     try:
@@ -155,9 +159,7 @@ class Job:
 
         async def there() -> bool:
             runs = await self.runs()
-            return any(
-                run.generation >= generation and run.at(RunPhase.FIRST_STEP) for run in runs
-            )
+            return any(run.generation >= generation and run.at(RunPhase.FIRST_STEP) for run in runs)
 
         await until(f"first step of run {generation} of {self.name}", there)
 
@@ -189,6 +191,13 @@ class Job:
         assert written == dict.fromkeys(range(self.counter.world_size), self.counter.steps - 1)
         return await self.incidents()
 
+    async def undisturbed(self) -> None:
+        """Wait for a good end in the first run, without an incident."""
+        incidents = await self.succeeded()
+        assert judge.story(incidents) == []
+        assert incidents == []
+        assert [run.outcome for run in await self.runs()] == [RunOutcome.SUCCEEDED]
+
     async def judged(self) -> list[RunRow]:
         """Judge the ledger of a job that has ended; answers its runs."""
         url = self.world.ledger_url
@@ -196,9 +205,7 @@ class Job:
 
         async def right() -> bool:
             # The record of the last round is written beside the job's own end.
-            wrong[:] = await asyncio.to_thread(
-                judge.ended_job, self.stage.ledger, url, self.name
-            )
+            wrong[:] = await asyncio.to_thread(judge.ended_job, self.stage.ledger, url, self.name)
             return not wrong
 
         with contextlib.suppress(AssertionError):

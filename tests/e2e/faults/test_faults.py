@@ -27,9 +27,9 @@ pytestmark = [
 
 def only(incidents: list[IncidentDetail], *, rounds: int = 1) -> IncidentDetail:
     """The one incident of a job, with as many rounds as there must be."""
-    assert len(incidents) == 1
+    assert len(incidents) == 1, judge.story(incidents)
     incident = incidents[0]
-    assert incident.rounds_total == rounds
+    assert incident.rounds_total == rounds, judge.story(incidents)
     assert len(incident.decisions) == rounds
     # Nobody is blamed for what a rank did.
     assert not any(d.decision.evict or d.finding.suspects for d in incident.decisions)

@@ -12,7 +12,7 @@ import pytest
 
 from everstep.decide.words import JobPhase, RunOutcome
 from tests.support.counting import Counter
-from tests.support.world import Job, World
+from tests.support.world import World
 from workers.embedded import TEMPORAL
 
 pytestmark = [
@@ -22,23 +22,15 @@ pytestmark = [
 ]
 
 
-async def undisturbed(job: Job, pids: dict[int, int]) -> None:
-    """The job ends well in its first run, without an incident."""
-    assert await job.stage.pids() == pids
-    assert await job.succeeded() == []
-    assert [run.outcome for run in await job.runs()] == [RunOutcome.SUCCEEDED]
-
-
 async def test_agent_killed_and_back_adopts_its_ranks(world: World) -> None:
     async with world.job(Counter("agent", world.folder, steps=250)) as job:
         sight = await job.at_step(5)
-        pids = await job.stage.pids()
         for machine_id in sight.answered:
             await job.stage.killed(machine_id)
         await job.more_steps()
         for machine_id in sight.answered:
             await job.stage.back(machine_id)
-        await undisturbed(job, pids)
+        await job.undisturbed()
 
 
 async def test_agent_is_away_while_its_ranks_finish(world: World) -> None:
@@ -51,29 +43,26 @@ async def test_agent_is_away_while_its_ranks_finish(world: World) -> None:
             await asyncio.sleep(0.05)
         world.embedded.release(machine_id)
         # How its ranks ended is in the shim's record.
-        assert await job.succeeded() == []
-        assert [run.outcome for run in await job.runs()] == [RunOutcome.SUCCEEDED]
+        await job.undisturbed()
 
 
 async def test_server_killed_for_a_second(world: World) -> None:
     async with world.job(Counter("server", world.folder, steps=250)) as job:
         await job.at_step(5)
-        pids = await job.stage.pids()
         outage = asyncio.create_task(job.stage.outage(TEMPORAL, 1.0))
         await job.more_steps()
         await outage
         await job.stage.back(TEMPORAL)
-        await undisturbed(job, pids)
+        await job.undisturbed()
 
 
 async def test_controller_killed_while_training(world: World) -> None:
     async with world.job(Counter("controller", world.folder, steps=250)) as job:
         await job.at_step(5)
-        pids = await job.stage.pids()
         await job.stage.killed("controller-1")
         await job.more_steps()
         await job.stage.back("controller-1")
-        await undisturbed(job, pids)
+        await job.undisturbed()
 
 
 async def test_controller_killed_in_the_middle_of_a_recovery(world: World) -> None:
