@@ -29,7 +29,6 @@ import everstep_trainer
 from faults import Faults  # type: ignore[import-not-found]
 
 PIECE_BYTES = 32
-CONNECT_MAX_S = 30.0
 _HELLO = struct.Struct("<32sI")
 
 
@@ -48,7 +47,8 @@ def main() -> int:
         f"generation {session.generation}, {session.start_reason}",
         flush=True,
     )
-    with contextlib.closing(Ring(session.rank, session.world_size, options.timeout_s)) as ring:
+    ring = Ring(session.rank, session.world_size, options.timeout_s, options.connect_s)
+    with contextlib.closing(ring):
         for step in range(first, options.steps):
             began = time.monotonic()
             make_nan = faults.before_step(step)
@@ -81,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=1, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=60.0, help="longest wait for a peer")
+    parser.add_argument("--connect-s", type=float, default=30.0, help="longest wait at the start")
     parser.add_argument("--out", help="file for the final SHA-256, written by rank 0")
     parser.add_argument("--step-log", help="directory for one JSON line per step and rank")
     return parser.parse_args()
@@ -104,7 +105,9 @@ def log_step(directory: str, session: everstep_trainer.Session, step: int, state
 class Ring:
     """All ranks' pieces to all ranks, through rank 0."""
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, timeout_s: float, connect_s: float = 30.0
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._peers: dict[int, socket.socket] = {}
@@ -113,9 +116,10 @@ class Ring:
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         mark = hashlib.sha256(os.environ.get("TORCHELASTIC_RUN_ID", "").encode()).digest()
         if rank == 0:
-            self._welcome(address, mark, timeout_s)
+            self._welcome(address, mark, timeout_s, connect_s)
         else:
-            self._peers[0] = _join(address, _HELLO.pack(mark, rank), timeout_s)
+            hello = _HELLO.pack(mark, rank)
+            self._peers[0] = _join(address, hello, timeout_s, connect_s)
 
     def all_gather(self, piece: bytes) -> list[bytes]:
         """Everyone's piece, in order of rank."""
@@ -138,9 +142,11 @@ class Ring:
         for peer in self._peers.values():
             peer.close()
 
-    def _welcome(self, address: tuple[str, int], mark: bytes, timeout_s: float) -> None:
+    def _welcome(
+        self, address: tuple[str, int], mark: bytes, timeout_s: float, connect_s: float
+    ) -> None:
         listener = socket.create_server(address, backlog=self._world_size)
-        listener.settimeout(CONNECT_MAX_S)
+        listener.settimeout(connect_s)
         with listener:
             while len(self._peers) < self._world_size - 1:
                 try:
@@ -161,11 +167,13 @@ class Ring:
                 self._peers[rank] = peer
 
 
-def _join(address: tuple[str, int], hello: bytes, timeout_s: float) -> socket.socket:
-    give_up = time.monotonic() + CONNECT_MAX_S
+def _join(
+    address: tuple[str, int], hello: bytes, timeout_s: float, connect_s: float
+) -> socket.socket:
+    give_up = time.monotonic() + connect_s
     while True:
         try:
-            peer = socket.create_connection(address, timeout=timeout_s)
+            peer = socket.create_connection(address, timeout=min(timeout_s, connect_s))
             if peer.getsockname() != peer.getpeername():
                 break
             peer.close()  # TCP has connected the free port with itself: nobody listens there yet
@@ -173,6 +181,7 @@ def _join(address: tuple[str, int], hello: bytes, timeout_s: float) -> socket.so
             if time.monotonic() > give_up:
                 raise RuntimeError(f"Connect to {_name(address)} failed: {error}") from None
             time.sleep(0.02)  # rank 0 is not there yet
+    peer.settimeout(timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _send(peer, hello)
     return peer
