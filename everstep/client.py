@@ -43,6 +43,7 @@ from everstep.connect import Places, find_places
 from everstep.decide.words import FINAL_PHASES, JobPhase
 from everstep.errors import (
     ConfigurationProblem,
+    EverstepError,
     JobNotFound,
     Refused,
     SameNameOtherSpec,
@@ -251,7 +252,7 @@ class Client:
         phase: JobPhase | None = None
         try:
             phase = (await self.status(job.name, limit=COURTESY_TIMEOUT)).phase
-        except Unreachable:
+        except EverstepError:
             # It is there, which is what was asked; its phase is a courtesy.
             phase = None
         return Launched(job_id=job.name, workflow_id=workflow_id, already=True, phase=phase)

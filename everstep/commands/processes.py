@@ -105,7 +105,7 @@ def demo(
     raise typer.Exit(asyncio.run(run_demo(options)))
 
 
-def controller(
+def controller(  # noqa: PLR0913, PLR0917 - one argument for each flag
     ledger: LedgerUrlOption,
     secrets: Annotated[Path, typer.Option(help="Directory of token files.", metavar="DIR")],
     checkpoint_root: Annotated[

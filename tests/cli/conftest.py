@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+from everstep.client import Client
+from everstep.connect import find_places
+from everstep.spec import messages as m
+from tests.cli.answering import Answering
 from workers.embedded import find_temporal
 
 LIMIT_S = 60.0
@@ -93,3 +98,21 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+@pytest.fixture
+async def client(server: WorkflowEnvironment) -> AsyncIterator[Client]:
+    address = server.client.service_client.config.target_host
+    async with await Client.connect(find_places(temporal=address, env={})) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def worker(client: Client) -> AsyncIterator[None]:
+    async with Worker(
+        client.temporal,
+        task_queue=m.TASK_QUEUE,
+        workflows=[Answering],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    ):
+        yield

@@ -6,15 +6,10 @@ The workflow here only answers; what a real one does is tested with the workflow
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from temporalio import workflow
-from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
-from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from everstep.client import Client, Sighting
 from everstep.connect import find_places
@@ -31,65 +26,6 @@ from everstep.errors import (
 from everstep.spec import messages as m
 
 SPEC: dict[str, Any] = {"name": "job", "command": "true", "machines": 2}
-
-
-@workflow.defn(name=m.TRAINING_JOB)
-class Answering:
-    """Says what it was told, refuses what it is told to refuse."""
-
-    def __init__(self) -> None:
-        self.phase = JobPhase.RUNNING
-
-    @workflow.run
-    async def run(self, raw: Any) -> m.JobResult:
-        command = raw["command"][0]
-        if command == "refused":
-            raise ApplicationError("layout: no", type="InvalidJobSpec", non_retryable=True)
-        await workflow.wait_condition(lambda: self.phase is not JobPhase.RUNNING)
-        if self.phase is JobPhase.FAILED:
-            raise ApplicationError("it does not heal", type="JobFailed", non_retryable=True)
-        return m.JobResult(job_id=raw["name"], phase=self.phase, runs=1, incidents=0)
-
-    @workflow.query
-    def status(self) -> m.JobStatus:
-        return m.JobStatus(
-            job_id="job",
-            phase=self.phase,
-            world_size=2,
-            created_at=datetime(2026, 1, 1, tzinfo=UTC),
-        )
-
-    @workflow.update
-    def pause(self, request: m.PauseRequest) -> m.UpdateAnswer:
-        return m.UpdateAnswer(phase=self.phase, message=f"{request.reason} by {request.by}")
-
-    @pause.validator
-    def _may_pause(self, request: m.PauseRequest) -> None:
-        if request.reason == "no":
-            raise ValueError("cannot pause now")
-
-    @workflow.update
-    def cancel(self, request: m.CancelRequest) -> m.UpdateAnswer:
-        self.phase = JobPhase(request.reason)
-        return m.UpdateAnswer(phase=self.phase)
-
-
-@pytest.fixture
-async def client(server: WorkflowEnvironment) -> AsyncIterator[Client]:
-    address = server.client.service_client.config.target_host
-    async with await Client.connect(find_places(temporal=address, env={})) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def worker(client: Client) -> AsyncIterator[None]:
-    async with Worker(
-        client.temporal,
-        task_queue=m.TASK_QUEUE,
-        workflows=[Answering],
-        workflow_runner=UnsandboxedWorkflowRunner(),
-    ):
-        yield
 
 
 async def test_the_same_spec_twice_is_one_job(client: Client, worker: None) -> None:

@@ -76,7 +76,7 @@ NOT_A_SPEC = {
     "not yaml": ("name: [\n", "job.yaml"),
     "a list": ("- name\n", "mapping"),
     "empty": ("", "empty"),
-    "relative path": (SPEC + "code: ./src\n", "absolute"),
+    "unknown axis": (SPEC + "layout: {zp: 2}\n", "zp"),
 }
 
 
