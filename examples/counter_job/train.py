@@ -152,8 +152,10 @@ class Ring:
                 try:
                     peer, _ = listener.accept()
                 except TimeoutError:
-                    missing = set(range(1, self._world_size)) - set(self._peers)
-                    raise RuntimeError(f"Timed out waiting for ranks {sorted(missing)}") from None
+                    raise DistStoreError(
+                        f"Timed out after {connect_s:g} seconds waiting for clients. "
+                        f"{len(self._peers) + 1}/{self._world_size} clients joined."
+                    ) from None
                 peer.settimeout(timeout_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
@@ -165,6 +167,14 @@ class Ring:
                     peer.close()  # a rank of another run, or nobody we know
                     continue
                 self._peers[rank] = peer
+
+
+class DistStoreError(RuntimeError):
+    """Says what torch.distributed says, so that logs are read like those of a real job."""
+
+
+class DistNetworkError(RuntimeError):
+    """The same."""
 
 
 def _join(
@@ -179,7 +189,11 @@ def _join(
             peer.close()  # TCP has connected the free port with itself: nobody listens there yet
         except OSError as error:
             if time.monotonic() > give_up:
-                raise RuntimeError(f"Connect to {_name(address)} failed: {error}") from None
+                what = "timed out" if isinstance(error, TimeoutError) else "failed to connect"
+                raise DistNetworkError(
+                    f"The client socket has {what} after {connect_s * 1000:.0f}ms while trying to "
+                    f"connect to {address} ({error})."
+                ) from None
             time.sleep(0.02)  # rank 0 is not there yet
     peer.settimeout(timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
