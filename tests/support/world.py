@@ -32,8 +32,8 @@ from workers.embedded import Embedded, EmbeddedOptions
 
 END_LIMIT_S = 150.0
 QUIET_LIMIT_S = 20.0
-FLEET_POLICY = "machines: {register_interval: 1s}\n"
-"""A machine that was away is known again within a second."""
+FLEET_POLICY = "{machines: {register_interval: 1s}, detection: {heartbeat_interval: 500ms}}\n"
+"""A machine that was away is known again, and one that is silent noticed, within seconds."""
 
 
 async def until(
