@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 SHM = Path("/dev/shm")
+PARENT_ENV = "EVERSTEP_TEST_TMP"
 SETTLE_MAX_S = 5.0
 """How long what is ending may take to be gone."""
 
@@ -175,9 +176,11 @@ _ENVIRONMENT_BEFORE = pytest.StashKey[dict[str, str | None]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session its temporary directory before anything makes a file."""
-    hygiene = Hygiene(Path(tempfile.gettempdir()).resolve())
+    # Workers of a parallel session stand beside its own folder, not in it: names stay short.
+    parent = Path(os.environ.get(PARENT_ENV) or tempfile.gettempdir()).resolve()
+    hygiene = Hygiene(parent)
     config.stash[_HYGIENE] = hygiene
-    ours = {"TMPDIR": hygiene.tmp, "XDG_RUNTIME_DIR": hygiene.runtime}
+    ours = {"TMPDIR": hygiene.tmp, "XDG_RUNTIME_DIR": hygiene.runtime, PARENT_ENV: parent}
     config.stash[_ENVIRONMENT_BEFORE] = {name: os.environ.get(name) for name in ours}
     os.environ.update({name: str(path) for name, path in ours.items()})
     tempfile.tempdir = None  # look again
