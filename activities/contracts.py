@@ -39,8 +39,9 @@ class CallOptions:
     wait_cancellation: bool = False
 
 
-QUICK = CallOptions(start_to_close=timedelta(seconds=10))
-"""A ledger transaction or one command: short, so that a killed controller is noticed at once."""
+QUICK = CallOptions(start_to_close=timedelta(seconds=60), heartbeat=timedelta(seconds=2))
+"""A ledger transaction or one command. ``workers.heartbeats`` heartbeats for it, so that a killed
+controller is noticed at once and a ledger that is locked for a while is waited for."""
 SHARD = CallOptions(start_to_close=timedelta(minutes=10), heartbeat=timedelta(seconds=2))
 """Commands to many machines: resumes, and a repeated command answers with its first result."""
 COPY = CallOptions(start_to_close=timedelta(hours=1), heartbeat=timedelta(seconds=5))

@@ -1,0 +1,1 @@
+"""Processes: controller, agent, and all of them as one command. Wiring and nothing else."""

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import structlog
 from temporalio.client import Client
-from temporalio.worker import Worker
+from temporalio.worker import Interceptor, Worker
 
 from activities.checkpoint_restore import CheckpointRestore
 from activities.detection import Detection
@@ -56,6 +56,7 @@ from workers.controller_start import (
 )
 from workers.endpoint import EndpointParts, Intervals, create_app
 from workers.failpoints import Failpoints, failpoint_config
+from workers.heartbeats import QuickHeartbeats
 from workers.server_wait import prepare_namespace, wait_for_ledger, wait_for_server
 from workers.telemetry import DRAIN_INTERVAL_S, Telemetry
 
@@ -208,7 +209,9 @@ class Controller:
 
     def _new_workers(self, client: Client) -> tuple[Worker, Worker]:
         control, watch = self.activities()
-        interceptors = [self._failpoints.interceptor()] if self._failpoints else []
+        interceptors: list[Interceptor] = [QuickHeartbeats()]
+        if self._failpoints:
+            interceptors.append(self._failpoints.interceptor())
         return (
             runtime.control_worker(client, control, interceptors=interceptors),
             runtime.watch_worker(client, watch, interceptors=interceptors),

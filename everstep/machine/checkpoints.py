@@ -224,7 +224,7 @@ def _read_complete(folder: Path, identity: CheckpointId) -> dict[int, tuple[int,
     for rank in range(world_size):
         part = parts.get(str(rank))
         size = part.get("bytes") if isinstance(part, dict) else None
-        if not isinstance(size, int) or isinstance(size, bool):
+        if part is None or not isinstance(size, int) or isinstance(size, bool):
             raise _Unusable(f"{COMPLETE_NAME} has no size of rank {rank}")
         noted = part.get("sha256")
         found[rank] = (size, noted if isinstance(noted, str) else None)
