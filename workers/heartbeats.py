@@ -1,5 +1,6 @@
-"""Heartbeats for activities that are one quick step, so that a killed controller is noticed in two
-seconds instead of at the activity's own limit.
+"""Heartbeats for activities that are one quick step.
+
+So a killed controller is noticed in two seconds instead of at the activity's own limit.
 
 Activities that work on many machines heartbeat themselves, with details from which another
 controller goes on; a heartbeat from here would wipe those out, so they are left alone.
