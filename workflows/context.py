@@ -36,6 +36,11 @@ class Cancelled(Exception):
     """A person asked to cancel while something was being waited for."""
 
 
+def cancelled(error: BaseException) -> bool:
+    """True for the job's own cancellation; a person can also cancel one round of an incident."""
+    return is_cancelled_exception(error) and workflow.cancellation_reason() is not None
+
+
 class JobContext:
     """The job's state and the few verbs that all parts share."""
 
@@ -93,7 +98,7 @@ class JobContext:
             try:
                 await handle
             except (ActivityError, ChildWorkflowError) as error:
-                if is_cancelled_exception(error) and not self.ending:
+                if cancelled(error) and not self.ending:
                     raise
                 workflow.logger.warning("a side job failed", extra={"error": str(error)[:300]})
         self._beside = []

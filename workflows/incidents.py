@@ -82,7 +82,7 @@ def stable(context: JobContext) -> None:
                 incident_id=incident.incident_id,
                 state=IncidentState.STABLE,
                 closed_at=workflow.now(),
-                summary=summary,
+                summary=summary[:600],
             ),
             summary=f"close incident {incident.incident_id}: stable",
         )

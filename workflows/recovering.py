@@ -13,7 +13,8 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from datetime import timedelta
 
-    from temporalio.exceptions import ActivityError, is_cancelled_exception
+    from temporalio.common import WorkflowIDReusePolicy
+    from temporalio.exceptions import ActivityError
 
     from activities import contracts
     from everstep.decide.attribution import Finding, MachineReport, Trigger, attribute
@@ -31,7 +32,7 @@ with workflow.unsafe.imports_passed_through():
     from everstep.spec.limits import ladder_limits
     from everstep.spec.policy import PolicySnapshot
     from workflows import incidents, page
-    from workflows.context import JobContext
+    from workflows.context import JobContext, cancelled
     from workflows.state import NextRun
 
 
@@ -62,7 +63,7 @@ async def stop_run(context: JobContext, reason: str, *, planned: bool) -> tuple[
             stopped: m.StoppedRanks = await handle
             reports += stopped.reports
         except ActivityError as error:
-            if is_cancelled_exception(error):
+            if cancelled(error):
                 raise
             note = str(error.cause or error)[:300]
             reports += [
@@ -119,7 +120,7 @@ async def _policy(handle: Any, fallback: PolicySnapshot) -> PolicySnapshot:
     try:
         snapshot: PolicySnapshot = await handle
     except ActivityError as error:
-        if is_cancelled_exception(error):
+        if cancelled(error):
             raise
         workflow.logger.warning("policy not read, keeping the one at hand")
         return fallback
@@ -140,7 +141,7 @@ async def _confirm(
         f"training has stopped and {', '.join(sorted(silent))[:200]} cannot be reached; "
         f"lost after {after.total_seconds():g} s",
     )
-    confirmed = await contracts.call(
+    confirming = contracts.schedule(
         contracts.confirm_machines,
         m.ConfirmMachines(
             job_id=state.job_id,
@@ -151,6 +152,7 @@ async def _confirm(
         ),
         summary=f"wait for {', '.join(sorted(silent))}"[:200],
     )
+    confirmed: m.ConfirmedMachines = await context.unless_cancelled(confirming)
     newer = {report.machine_id: report for report in confirmed.reports}
     return tuple(newer.get(report.machine_id, report) for report in reports)
 
@@ -192,6 +194,8 @@ async def _start_round(request: m.IncidentInput) -> Any:
         id=m.incident_workflow_id(request.job_id, request.number, request.round_number),
         result_type=m.IncidentResult,
         task_timeout=timedelta(seconds=2),
+        # One that is still at work is of a workflow that was reset or has ended: this one counts.
+        id_reuse_policy=WorkflowIDReusePolicy.TERMINATE_IF_RUNNING,
         # A job that ends must not cut off the record of why it ended.
         parent_close_policy=workflow.ParentClosePolicy.ABANDON,
         static_summary=page.incident_summary(request.finding, request.round_number),

@@ -8,12 +8,12 @@ from __future__ import annotations
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from temporalio.exceptions import ActivityError, is_cancelled_exception
+    from temporalio.exceptions import ActivityError
 
     from activities import contracts
     from everstep.decide.words import JobPhase, RunPhase, Verdict
     from everstep.spec import messages as m
-    from workflows.context import JobContext
+    from workflows.context import JobContext, cancelled
 
 
 WAIT_POLL_FACTOR_MAX = 12
@@ -86,7 +86,7 @@ async def start_run(context: JobContext) -> tuple[m.ObservationRecord, ...]:
     try:
         problems = await _prepare(context)
     except ActivityError as error:
-        if is_cancelled_exception(error):
+        if cancelled(error):
             raise
         return _problems({"-": str(error.cause or error)[:500]}, "probe", "cannot prepare the run")
     return problems or await _start_ranks(context)
@@ -194,7 +194,7 @@ async def _start_ranks(context: JobContext) -> tuple[m.ObservationRecord, ...]:
         try:
             started: m.StartedRanks = await handle
         except ActivityError as error:
-            if is_cancelled_exception(error):
+            if cancelled(error):
                 raise
             problems += _problems({"-": str(error.cause or error)[:500]}, "probe", "start failed")
             continue

@@ -19,7 +19,6 @@ with workflow.unsafe.imports_passed_through():
         ActivityError,
         ApplicationError,
         ChildWorkflowError,
-        is_cancelled_exception,
     )
 
     from activities import contracts
@@ -32,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
     from everstep.spec import messages as m
     from everstep.spec.job import JobSpec
     from workflows import incidents, progress, recovering, starting
-    from workflows.context import Cancelled, JobContext
+    from workflows.context import Cancelled, JobContext, cancelled
     from workflows.intake import CONTINUED, state_from
     from workflows.state import JobState, NextRun, Wish
     from workflows.watching import Watches
@@ -65,19 +64,16 @@ class TrainingJob:
         """Run the job until it succeeds, is cancelled, or gives up."""
         if self._invalid is not None:
             raise self._invalid
-        context = self._context
         try:
-            context.show()
-            if context.state.continued == 0:
+            self._context.show()
+            if self._context.state.continued == 0:
                 await self._register()
             while True:
                 result = await self._guarded()
                 if result is not None:
                     return result
-        except Cancelled:
-            return await self._finish(JobPhase.CANCELLED, self._why_cancelled())
         except (asyncio.CancelledError, ActivityError, ChildWorkflowError) as error:
-            if not is_cancelled_exception(error):
+            if not cancelled(error):
                 raise
             # Temporal's own cancellation (UI, CLI): same clean-up, then end as cancelled.
             await self._finish(JobPhase.CANCELLED, "cancelled through Temporal")
@@ -87,8 +83,10 @@ class TrainingJob:
         """One turn of the loop; an activity that fails for good leaves the job with a person."""
         try:
             return await self._next()
+        except Cancelled:
+            return None  # the wish is the next thing to be taken up
         except (ActivityError, ChildWorkflowError) as error:
-            if is_cancelled_exception(error):
+            if cancelled(error):
                 raise
             why = str(error.cause or error)[:500]
             self._context.enter(JobPhase.WAITING_FOR_PERSON, f"Everstep cannot go on: {why}")
@@ -99,6 +97,7 @@ class TrainingJob:
         """Do the one thing that follows from the state; a result ends the job."""
         state = self._context.state
         if state.wish is Wish.CANCEL:
+            state.wish = None  # if it cannot be carried out, a person is told, and asks again
             return await self._finish(JobPhase.CANCELLED, self._why_cancelled())
         waiting = state.phase in (JobPhase.PAUSED, JobPhase.WAITING_FOR_PERSON)
         if state.wish is Wish.RESUME and not waiting:
@@ -246,11 +245,12 @@ class TrainingJob:
         """Stop what runs, give the machines back, close the books."""
         context, state = self._context, self._context.state
         context.ending = True
+        if phase is not JobPhase.SUCCEEDED:
+            context.enter(JobPhase.STOPPING, reason)
         if state.run is not None:
             context.note_trouble(state.progress.step)
             ettr = context.ettr()
             if phase is not JobPhase.SUCCEEDED:
-                context.enter(JobPhase.STOPPING, reason)
                 await recovering.stop_run(context, reason, planned=True)
             recovering.close_run(
                 context,
@@ -342,6 +342,7 @@ class TrainingJob:
 
     @pause.validator
     def _may_pause(self, request: m.PauseRequest) -> None:  # noqa: ARG002
+        self._refuse_if_cancelled()
         phase = self._context.state.phase
         if phase in FINAL_PHASES or phase in (
             JobPhase.PAUSED,
@@ -357,6 +358,7 @@ class TrainingJob:
 
     @resume.validator
     def _may_resume(self, request: m.ResumeRequest) -> None:  # noqa: ARG002
+        self._refuse_if_cancelled()
         state = self._context.state
         waiting = state.phase in (JobPhase.PAUSED, JobPhase.WAITING_FOR_PERSON)
         if not waiting and state.wish is not Wish.PAUSE:
@@ -380,6 +382,10 @@ class TrainingJob:
     def roll(self, request: m.RollRequest) -> None:  # noqa: ARG002
         """Continue as new at the next safe point."""
         self._context.state.roll = True
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._context.state.wish is Wish.CANCEL:
+            raise ValueError("the job is being cancelled")
 
     def _wish(self, wish: Wish, note: str, by: str) -> m.UpdateAnswer:
         state = self._context.state

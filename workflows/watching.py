@@ -5,6 +5,7 @@ Not here: what to do about what a watch reports (``training_job``).
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +92,18 @@ class Watches:
         return [await self._take(index) for index in sorted(self.handles)]
 
     async def _take(self, index: int) -> m.WatchResult:
-        handle = self.handles.pop(index)
+        result = await self._result_of(self.handles.pop(index))
+        if workflow.cancellation_reason() is not None:
+            # A watch that is told to end answers all the same, which hides from the one who waits
+            # for it that the job was cancelled meanwhile.
+            raise asyncio.CancelledError
+        if result.kind == "succeeded":
+            self.finished.add(index)
+        self.context.state.cursors.update(result.cursors)
+        return result
+
+    @staticmethod
+    async def _result_of(handle: Any) -> m.WatchResult:
         try:
             result: m.WatchResult = await handle
         except ActivityError as error:
@@ -109,7 +121,4 @@ class Watches:
                 ),
             )
             await workflow.sleep(5, summary="a watch failed; look again")
-        if result.kind == "succeeded":
-            self.finished.add(index)
-        self.context.state.cursors.update(result.cursors)
         return result

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from temporalio import activity
-from temporalio.api.enums.v1 import IndexedValueType
+from temporalio.api.enums.v1 import EventType, IndexedValueType
+from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client, WorkflowHandle
 from temporalio.contrib.pydantic import pydantic_data_converter
@@ -116,6 +117,18 @@ class Bench:
             await asyncio.sleep(0.025)
         raise AssertionError("the state was never reached")
 
+    async def until_cancel_requested(self, handle: WorkflowHandle[Any, Any]) -> None:
+        """Wait until the workflow itself has seen that it was cancelled."""
+
+        async def seen() -> bool:
+            events = [e async for e in handle.fetch_history_events()]
+            asked = next((e.event_id for e in events if _is(e, "CANCEL_REQUESTED")), None)
+            return asked is not None and any(
+                e.event_id > asked and _is(e, "WORKFLOW_TASK_COMPLETED") for e in events
+            )
+
+        await self.until(seen)
+
     async def until_phase(self, handle: WorkflowHandle[Any, Any], *phases: str) -> m.JobStatus:
         """Wait until the job is in one of the phases."""
 
@@ -124,6 +137,10 @@ class Bench:
 
         await self.until(there)
         return await self.status(handle)
+
+
+def _is(event: HistoryEvent, kind: str) -> bool:
+    return EventType.Name(event.event_type).endswith(kind)
 
 
 class OnlyMine(Interceptor):

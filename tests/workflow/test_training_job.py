@@ -184,7 +184,7 @@ async def test_incident_closes_when_stable(bench: Bench, default_policy: Any) ->
 
 async def test_low_confidence_waits_for_the_closer_look(bench: Bench) -> None:
     world = bench.world
-    world.diagnose_gate = asyncio.Event()
+    world.gates["diagnose_run"] = asyncio.Event()
     lost_peer = {
         rank: exited(
             rank, exit_code=1, log_class=LogClass.PEER_LOST, line="Connection reset by peer"
@@ -196,7 +196,7 @@ async def test_low_confidence_waits_for_the_closer_look(bench: Bench) -> None:
     handle = await bench.start()
     await bench.until(lambda: world.counts["diagnose_run"] > 0)
     assert len(world.started) == 1
-    world.diagnose_gate.set()
+    world.gates["diagnose_run"].set()
     await handle.result()
     assert len(world.started) == 2
     assert world.evictions == []

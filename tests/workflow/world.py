@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from temporalio import activity
+from temporalio.exceptions import ApplicationError
 
+from activities import contracts
 from everstep.decide.attribution import Finding, MachineReport, RankReport, Trigger, attribute
 from everstep.decide.restore import CheckpointId
 from everstep.decide.words import LogClass, RankState, Verdict
@@ -46,6 +48,13 @@ class Script:
     lost: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
     teardown_dirty: frozenset[str] = frozenset()
+    shards: dict[int, list[Say]] = field(default_factory=dict)
+    """What watches of later shards report, by the shard's first group rank (``watches``: the
+    first shard's, and those of any that is not here)."""
+
+    def says(self, request: m.WatchRun) -> list[Say]:
+        """What the watch of a shard has still to report."""
+        return self.shards.get(request.machines[0].group_rank, self.watches)
 
 
 def exited(
@@ -110,7 +119,11 @@ class World:
         self.answers: dict[str, m.OpenedRun] = {}
         self.held_watches = 0
         self.on_stop: Callable[[m.StopRanks], None] | None = None
-        self.diagnose_gate: asyncio.Event | None = None
+        self.gates: dict[str, asyncio.Event] = {}
+        """Activities that wait before they do anything; ``watch_end``: watches that were told to
+        end, before they do."""
+        self.failing: dict[str, str] = {}
+        """Activities that fail for good, and why."""
 
     def activities(self) -> list[Callable[..., object]]:
         """All implementations, for a worker."""
@@ -122,7 +135,24 @@ class World:
 
     def unused(self) -> list[str]:
         """Scripted events that never happened."""
-        return [f"run {g}: {say.kind}" for g, s in self.scripts.items() for say in s.watches]
+        return [
+            f"run {g}: {say.kind}"
+            for g, s in self.scripts.items()
+            for says in (s.watches, *s.shards.values())
+            for say in says
+        ]
+
+    async def _pass(self, name: str) -> None:
+        """Count the call; wait or fail where the test wants that."""
+        self.counts[name] += 1
+        if name in self.gates:
+            while not self.gates[name].is_set():
+                activity.heartbeat()
+                await asyncio.sleep(0.05)
+        if name in self.failing:
+            raise ApplicationError(
+                self.failing[name], type=contracts.PERMANENT_FAILURE, non_retryable=True
+            )
 
     # --- launch
 
@@ -167,18 +197,20 @@ class World:
 
     @activity.defn
     async def start_ranks(self, request: m.StartRanks) -> m.StartedRanks:
+        await self._pass("start_ranks")
         self.started.append(request)
         script = self.scripts.get(request.generation, Script())
         started = tuple(
             r.machine_id for r in request.machines if r.machine_id not in script.refused
         )
         assert not (set(started) & set(self.blocked)), "a blocked machine was started"
-        assert not self.running, "two runs at once"
+        assert self.running <= {request.generation}, "two runs at once"
         self.running.add(request.generation)
         return m.StartedRanks(started=started, refused=script.refused)
 
     @activity.defn
     async def stop_ranks(self, request: m.StopRanks) -> m.StoppedRanks:
+        await self._pass("stop_ranks")
         self.stopped.append(request)
         self.running.discard(request.generation)
         if self.on_stop:
@@ -213,6 +245,7 @@ class World:
 
     @activity.defn
     async def close_job(self, request: m.CloseJob) -> m.Done:
+        await self._pass("close_job")
         self.closed_jobs.append(request)
         self.idle += [x for x in self.leased if x not in self.blocked]
         self.leased = []
@@ -225,15 +258,8 @@ class World:
         self.counts["watch_run"] += 1
         script = self.scripts.get(request.generation)
         cursors = {ref.machine_id: f"ring:{self.counts['watch_run']}" for ref in request.machines}
-        if script is None or not script.watches:
-            self.held_watches += 1
-            try:
-                while True:
-                    activity.heartbeat()
-                    await asyncio.sleep(0.1)
-            except asyncio.CancelledError:
-                return m.WatchResult(kind="cancelled", cursors=cursors)
-        say = script.watches.pop(0)
+        says = script.says(request) if script is not None else []
+        say = says.pop(0) if says else Say("hold")
         if say.kind == "hold":
             self.held_watches += 1
             try:
@@ -241,9 +267,12 @@ class World:
                     activity.heartbeat()
                     await asyncio.sleep(0.05)
             except asyncio.CancelledError:
+                await self._pass("watch_end")
                 return m.WatchResult(
                     kind="cancelled", cursors=cursors, progress=m.Progress(step=say.step)
                 )
+        if say.after_s:
+            await asyncio.sleep(say.after_s)
         if say.kind == "succeeded":
             self.running.discard(request.generation)
         return m.WatchResult.model_validate(
@@ -257,6 +286,7 @@ class World:
 
     @activity.defn
     async def confirm_machines(self, request: m.ConfirmMachines) -> m.ConfirmedMachines:
+        await self._pass("confirm_machines")
         script = self.scripts.get(request.generation, Script())
         return m.ConfirmedMachines(
             reports=tuple(
@@ -269,9 +299,7 @@ class World:
 
     @activity.defn
     async def diagnose_run(self, request: m.DiagnoseRun) -> m.DiagnosedRun:
-        self.counts["diagnose_run"] += 1
-        if self.diagnose_gate is not None:
-            await self.diagnose_gate.wait()
+        await self._pass("diagnose_run")
         finding: Finding = attribute(
             request.reports,
             triggers=[
@@ -292,7 +320,7 @@ class World:
 
     @activity.defn
     async def materialise_code(self, request: m.MaterialiseCodeInput) -> m.MaterialisedCodeResult:
-        self.counts["materialise_code"] += 1
+        await self._pass("materialise_code")
         return m.MaterialisedCodeResult(
             code_version=request.code_version or "dir-1", path="/code/dir-1"
         )
