@@ -1,6 +1,7 @@
 """``make sweep``: every failpoint of an incident with an eviction, one run each.
 
     python -m tests.sweep [--shard 1/8] [--only TEXT] [--kinds kill,freeze] [--torch] [--limit N]
+    python -m tests.sweep --outages [--minutes 10] [--only TEXT]
 
 Every run's outcome is a line in ``.sweep/<fingerprint>/outcomes.jsonl``; a sweep that is started
 again goes on where it was. At the end: failpoints x outcomes, and exit code 1 unless every
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sweep import arena
+from tests.sweep.outages import sweep_outages
 
 ATTEMPTS_MAX = 3
 """A failpoint whose number depends on timing may be missed; missed three times it counts."""
@@ -165,7 +167,12 @@ def main() -> int:
     parser.add_argument("--kinds", default="kill,freeze")
     parser.add_argument("--torch", action="store_true", help="also one point in ten with PyTorch")
     parser.add_argument("--limit", type=int, default=None, help="at most this many points")
-    return asyncio.run(sweep(parser.parse_args()))
+    parser.add_argument("--outages", action="store_true", help="long outages instead of failpoints")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long each of them lasts")
+    options = parser.parse_args()
+    if options.outages:
+        return 1 if asyncio.run(sweep_outages(options.minutes, options.only)) else 0
+    return asyncio.run(sweep(options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""Outages of seconds; those of ten minutes are ``python -m tests.sweep --outages``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ledger.postgres import NoPostgres
+from tests.sweep.outages import Outage, play
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+async def test_server_is_away_for_twenty_seconds(tmp_path: Path) -> None:
+    await play(Outage("server", "training"), tmp_path, 20)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("during", ["training", "recovery"])
+async def test_database_is_away(during: str, tmp_path: Path) -> None:
+    try:
+        await play(Outage("database", during), tmp_path, 3)  # type: ignore[arg-type]
+    except NoPostgres as reason:
+        pytest.skip(f"no PostgreSQL can run here: {reason}")
