@@ -82,8 +82,7 @@ async def fleet(embedded: Embedded, folder: Path) -> AsyncIterator[dict[str, str
     up = embedded.addresses
     farms: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(FARMS):
-            farms.append(_farm(folder, number, up.secrets, up.controllers[0]))
+        farms.extend(_farm(folder, n, up.secrets, up.controllers[0]) for n in range(FARMS))
         for process in farms:
             assert process.stdout is not None
             line = await asyncio.to_thread(process.stdout.readline)
