@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-from everstep.demo.jobs import baseline_command
+from everstep.demo.jobs import baseline_command, torch_env
 from everstep.errors import EverstepError
 
 NICENESS = 19
@@ -38,7 +38,7 @@ class Baseline:
                 stdout=log,
                 stderr=log,
                 # The folder is a code version of the other job: nothing may be added to it.
-                env={**cleaned, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+                env={**cleaned, **torch_env(self._log.parent), "PYTHONDONTWRITEBYTECODE": "1"},
                 cwd=self._log.parent,
                 start_new_session=True,
             )

@@ -49,6 +49,13 @@ def copy_examples(target: Path) -> Path:
     return target
 
 
+def torch_env(folder: Path) -> dict[str, str]:
+    """One thread, since two compute other bits, and a temporary directory that goes with us."""
+    scratch = folder / "tmp"
+    scratch.mkdir(exist_ok=True)
+    return {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+
+
 def main_job(
     *, code: Path, steps: int, step_ms: int, checkpoints: Path, orders: Path, out: Path
 ) -> JobSpec:
@@ -68,7 +75,7 @@ def main_job(
             "ranks_per_machine": RANKS_PER_MACHINE,
             "code": str(code),
             "checkpoint": {"dir": str(checkpoints), "keep": 2},
-            "env": {ORDERS_ENV: str(orders), "OMP_NUM_THREADS": "1"},
+            "env": {ORDERS_ENV: str(orders), **torch_env(out.parent)},
             "policy": POLICY,
         }
     )
@@ -129,7 +136,7 @@ def plain_job(*, code: Path, steps: int, checkpoints: Path) -> JobSpec:
             ],
             "machines": 1,
             "code": str(code),
-            "env": {"OMP_NUM_THREADS": "1"},
+            "env": torch_env(checkpoints.parent),
             "policy": POLICY,
         }
     )
