@@ -153,9 +153,7 @@ class Counter:
 
     def reached(self) -> int:
         """The highest step that any rank has written down; -1: none."""
-        return max(
-            (line["step"] for lines in self.written().values() for line in lines), default=-1
-        )
+        return max((_last_step(path) for path in self.step_log.glob("rank-*.jsonl")), default=-1)
 
     def written(self) -> dict[int, list[dict[str, Any]]]:
         """What each rank wrote down, in order."""
@@ -189,3 +187,12 @@ class Counter:
                     wrong.append(f"rank {rank}, run {generation}: step {step} has another state")
                 following[generation] = step + 1
         return wrong
+
+
+def _last_step(path: Path) -> int:
+    """The step of a file's last whole line; -1: there is none."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1024))
+        lines = file.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else -1
