@@ -43,6 +43,7 @@ from everstep.machine.client import AgentRefused
 from everstep.spec import messages as m
 from everstep.spec.agent_api import ErrorCode
 from everstep.spec.base import Message
+from everstep.spec.evidence import SHARD_BYTES_MAX, within
 
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 2.0
@@ -153,18 +154,17 @@ class Detection:
         after_effect()
         for ref in silent:
             log.warning("machine lost", job_id=request.job_id, machine_id=ref.machine_id)
-        return m.ConfirmedMachines(
-            reports=tuple(
-                answered.get(ref.machine_id)
-                or MachineReport(
-                    machine_id=ref.machine_id,
-                    reachable=False,
-                    lost=True,
-                    note=f"{notes.get(ref.machine_id, '')}; silent for {limit:g} s"[:300],
-                )
-                for ref in request.machines
+        reports = [
+            answered.get(ref.machine_id)
+            or MachineReport(
+                machine_id=ref.machine_id,
+                reachable=False,
+                lost=True,
+                note=f"{notes.get(ref.machine_id, '')}; silent for {limit:g} s"[:300],
             )
-        )
+            for ref in request.machines
+        ]
+        return m.ConfirmedMachines(reports=within(reports, SHARD_BYTES_MAX)[0])
 
 
 def _round_max_s(request: m.ConfirmMachines) -> float:

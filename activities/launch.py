@@ -34,6 +34,7 @@ from everstep.decide.attribution import MachineReport
 from everstep.machine.client import AgentRefused
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
+from everstep.spec.evidence import SHARD_BYTES_MAX, within
 from everstep.spec.policy import Policy, PolicySnapshot
 
 STOP_TRIES = 2
@@ -229,6 +230,7 @@ class Launch:
         async with heartbeating():
             reports = await on_each(request.machines, stop)
         after_effect()
+        kept, left_out = within(reports, SHARD_BYTES_MAX)
         log.info(
             "ranks stopped",
             job_id=request.job_id,
@@ -236,8 +238,9 @@ class Launch:
             machines=len(reports),
             unreachable=[r.machine_id for r in reports if not r.reachable][:20],
             not_clean=[r.machine_id for r in reports if not r.teardown_clean][:20],
+            left_out=left_out,
         )
-        return m.StoppedRanks(reports=tuple(reports))
+        return m.StoppedRanks(reports=kept)
 
     @activity.defn(name="close_run")
     async def close_run(self, request: m.CloseRun) -> m.Done:

@@ -15,8 +15,12 @@ with workflow.unsafe.imports_passed_through():
     from everstep.decide.logs import classify_lines
     from everstep.decide.words import Action, IncidentState, LogClass, Symptom
     from everstep.spec import messages as m
+    from everstep.spec.evidence import ROUND_BYTES_MAX, within
     from workflows.context import JobContext
     from workflows.state import RECENT_INCIDENTS_MAX, OpenIncident
+
+OBSERVATIONS_MAX = 256
+"""In the input of a round: each of many shards may report as many as a watch can."""
 
 
 def open_round(
@@ -45,6 +49,9 @@ def open_round(
         state.incident.symptom = finding.symptom
         state.incident.recovered_at = None
     incident = state.incident
+    kept, left_out = within(reports, ROUND_BYTES_MAX)
+    if left_out:
+        workflow.logger.warning("evidence is cut", extra={"left_out": left_out})
     incident.reason = finding.reason
     incident.failed_step = finding.step if finding.step is not None else state.progress.step
     return m.IncidentInput(
@@ -57,8 +64,8 @@ def open_round(
         opened_at=incident.opened_at,
         detected_at=detected_at,
         stopped_at=stopped_at,
-        observations=observations,
-        reports=reports,
+        observations=observations[:OBSERVATIONS_MAX],
+        reports=kept,
         finding=finding,
         ladder=state.ladder,
         policy=context.policy,

@@ -174,7 +174,7 @@ class TrainingJob:
             watches.ensure()
             waited = await context.wait(
                 lambda: watches.any_done() or state.wish is not None or self._roll_due(),
-                timeout_s=self._patience_s(watches),
+                timeout_s=watches.patience_s(),
                 summary="watch the run",
             )
             results = await watches.collect()
@@ -195,12 +195,6 @@ class TrainingJob:
                 return None
             if not watches.handles:
                 await self._roll_if_due()
-
-    def _patience_s(self, watches: Watches) -> float | None:
-        """How long to wait for the next news: for ever, unless some shards have finished."""
-        if watches.finished:
-            return self._context.policy.policy.detection.exit_skew_max.total_seconds()
-        return None
 
     # --- people
 

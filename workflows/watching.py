@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from temporalio import workflow
@@ -28,6 +29,8 @@ class Watches:
     handles: dict[int, Any] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     """Shards whose ranks have all succeeded."""
+    finished_at: datetime | None = None
+    """When the first of them had."""
 
     def ensure(self) -> None:
         """Start a watch for every shard that has none."""
@@ -76,6 +79,18 @@ class Watches:
             tick = max(0.1, min(tick, left))
         return tick
 
+    def patience_s(self) -> float | None:
+        """How long to wait for the next news: for ever, unless some shards have finished.
+
+        Within a shard the watch itself knows whom to wait for; here a machine that cannot be
+        reached is given the time after which it would be lost in any case.
+        """
+        if self.finished_at is None:
+            return None
+        limits = self.context.policy.policy.detection
+        until = self.finished_at + limits.exit_skew_max + limits.machine_lost_after
+        return max(0.0, (until - workflow.now()).total_seconds())
+
     def any_done(self) -> bool:
         """True when a watch has something to say."""
         return any(handle.done() for handle in self.handles.values())
@@ -99,6 +114,7 @@ class Watches:
             raise asyncio.CancelledError
         if result.kind == "succeeded":
             self.finished.add(index)
+            self.finished_at = self.finished_at or workflow.now()
         self.context.state.cursors.update(result.cursors)
         return result
 

@@ -10,14 +10,14 @@ Not here: how long evidence is kept (``policies.prune``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from everstep.decide.attribution import MachineReport, RankReport
+from everstep.decide.attribution import MachineReport
 from everstep.ledger.types import clean_json
+from everstep.spec.evidence import LINES_FIRST
 from everstep.spec.messages import ObservationRecord
 
 REPORTS_BYTES_MAX = 256 * 1024
@@ -31,19 +31,13 @@ _REPORT = TypeAdapter(MachineReport)
 def bounded_reports(reports: Sequence[MachineReport]) -> tuple[list[dict[str, Any]], str]:
     """``reports`` as JSON within ``REPORTS_BYTES_MAX``, and what was left out."""
     kept = list(reports)
-    stages: tuple[tuple[str, Callable[[RankReport], RankReport | None]], ...] = (
-        ("log lines of stopped ranks", lambda r: _silent(r) if r.stopped_by_us else r),
-        ("ranks that were stopped", lambda r: None if r.stopped_by_us else r),
-        ("all but the last log line", lambda r: replace(r, log_lines=r.log_lines[-1:])),
-        ("log lines", _silent),
-    )
     data, cut = _dump(kept), []
-    for what, stage in stages:
+    for leave_out in LINES_FIRST:
         if _size(data) <= REPORTS_BYTES_MAX:
             break
-        kept = [_without(report, stage) for report in kept]
+        kept = [leave_out.applied(report) for report in kept]
         data = _dump(kept)
-        cut.append(what)
+        cut.append(leave_out.what)
     else:
         data, dropped = _first_fitting(data)
         if dropped:
@@ -58,17 +52,6 @@ def bounded_data(observation: ObservationRecord) -> dict[str, Any]:
     if size <= OBSERVATION_DATA_BYTES_MAX:
         return data
     return {"left_out": f"{size} bytes, more than {OBSERVATION_DATA_BYTES_MAX}"}
-
-
-def _silent(rank: RankReport) -> RankReport:
-    return replace(rank, log_lines=())
-
-
-def _without(
-    report: MachineReport, stage: Callable[[RankReport], RankReport | None]
-) -> MachineReport:
-    ranks = (stage(rank) for rank in report.ranks)
-    return replace(report, ranks=tuple(rank for rank in ranks if rank is not None))
 
 
 def _dump(reports: Sequence[MachineReport]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.contracts import PERMANENT_FAILURE, TEMPORARY_FAILURE
 from activities.failpoints import set_hook
 from activities.launch import Launch
-from everstep.decide.words import JobPhase
+from everstep.decide.words import JobPhase, LogClass
 from everstep.ledger import LedgerConflict, LedgerError, LedgerUnavailable
 from everstep.machine.client import AgentRefused, AgentUnreachable
 from everstep.spec import messages as m
@@ -261,3 +261,26 @@ async def test_after_effect_is_reached_once_the_effect_is_there() -> None:
     finally:
         set_hook(None)
     assert seen == [1]
+
+
+async def test_evidence_of_a_large_shard_fits_into_one_answer() -> None:
+    """Every rank says at length that its peers are gone: three megabytes in all."""
+    names = [f"m{i}" for i in range(200)]
+    lines = ("x" * 300,) * 5
+    agents = [
+        FakeAgent(
+            name,
+            stopped=report(
+                name,
+                *(
+                    exited(8 * i + local, 1, name, log_class=LogClass.PEER_LOST, log_lines=lines)
+                    for local in range(8)
+                ),
+            ),
+        )
+        for i, name in enumerate(names)
+    ]
+    result = await ActivityEnvironment().run(launch(*agents).stop_ranks, stop(*names))
+    assert len(result.model_dump_json()) < 1.6e6
+    assert [r.machine_id for r in result.reports] == names
+    assert sum(len(r.ranks) for r in result.reports) == 1600

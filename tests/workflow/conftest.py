@@ -161,10 +161,15 @@ class OnlyMine(Interceptor):
         return Inbound(next)
 
 
+@pytest.fixture
+def world(default_policy: Policy) -> World:
+    """Four machines with two ranks each; modules may have another one."""
+    return World(default_policy)
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def bench(env: WorkflowEnvironment, default_policy: Policy) -> AsyncIterator[Bench]:
+async def bench(env: WorkflowEnvironment, world: World) -> AsyncIterator[Bench]:
     """A worker for both queues with a scripted fleet."""
-    world = World(default_policy)
     name = f"t{uuid.uuid4().hex[:10]}"
     async with AsyncExitStack() as stack:
         for queue in (m.TASK_QUEUE, m.WATCH_QUEUE):

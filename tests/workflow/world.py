@@ -42,6 +42,7 @@ class Script:
     """What happens in one run."""
 
     watches: list[Say] = field(default_factory=list)
+    """What its watches report, one after another."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     """Reports of ranks at the stop; the others were running and are stopped by us."""
     unreachable: frozenset[str] = frozenset()
@@ -49,8 +50,7 @@ class Script:
     refused: dict[str, str] = field(default_factory=dict)
     teardown_dirty: frozenset[str] = frozenset()
     shards: dict[int, list[Say]] = field(default_factory=dict)
-    """What watches of later shards report, by the shard's first group rank (``watches``: the
-    first shard's, and those of any that is not here)."""
+    """The same for each shard of a large job, by its first group rank."""
 
     def says(self, request: m.WatchRun) -> list[Say]:
         """What the watch of a shard has still to report."""

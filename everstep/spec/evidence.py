@@ -1,0 +1,89 @@
+"""Reports of machines within a number of bytes: a payload of Temporal ends at two megabytes.
+
+A crash of ten thousand ranks brings ten thousand reports with log lines. What goes first depends on
+the reader: attribution counts ranks and can do without lines (``FACTS_FIRST``), people want the
+lines of ranks that failed and can do without those that were only stopped (``LINES_FIRST``). What
+was left out is said in words, so that nobody takes the rest for everything.
+
+Not here: what is kept in the ledger (``everstep.ledger.bounds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
+
+from everstep.decide.faults import is_witness
+from everstep.decide.reports import MachineReport, RankReport
+
+_REPORT = TypeAdapter(MachineReport)
+
+SHARD_BYTES_MAX = 1_500_000
+"""Reports in the result of one activity: some twenty ranks on each of 256 machines, without log
+lines. The limit of the server is 2 MiB for the whole result."""
+ROUND_BYTES_MAX = 1_000_000
+"""Reports of all shards in the input of a round, and of what it asks activities for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One thing that can be left out."""
+
+    what: str
+    """In words."""
+    rank: Callable[[RankReport], RankReport | None]
+    """A rank's report without it; None: the whole report is left out."""
+
+    def applied(self, report: MachineReport) -> MachineReport:
+        """A machine's report without it."""
+        ranks = (self.rank(rank) for rank in report.ranks)
+        return replace(report, ranks=tuple(rank for rank in ranks if rank is not None))
+
+
+def _silent(rank: RankReport) -> RankReport:
+    return replace(rank, log_lines=())
+
+
+STOPPED_LINES = Cut("log lines of stopped ranks", lambda r: _silent(r) if r.stopped_by_us else r)
+WITNESS_LINES = Cut(
+    "log lines of ranks that only lost their peers", lambda r: _silent(r) if is_witness(r) else r
+)
+STOPPED_RANKS = Cut("ranks that were stopped", lambda r: None if r.stopped_by_us else r)
+OLDER_LINES = Cut("all but the last log line", lambda r: replace(r, log_lines=r.log_lines[-1:]))
+LINES = Cut("log lines", _silent)
+WITNESSES = Cut("ranks that only lost their peers", lambda r: None if is_witness(r) else r)
+RANKS = Cut("all ranks", lambda _: None)
+
+FACTS_FIRST = (
+    STOPPED_LINES,
+    WITNESS_LINES,
+    OLDER_LINES,
+    LINES,
+    STOPPED_RANKS,
+    WITNESSES,
+    RANKS,
+)
+LINES_FIRST = (STOPPED_LINES, STOPPED_RANKS, OLDER_LINES, LINES)
+
+
+def within(
+    reports: Sequence[MachineReport], bytes_max: int, cuts: Sequence[Cut] = FACTS_FIRST
+) -> tuple[tuple[MachineReport, ...], tuple[str, ...]]:
+    """``reports`` cut down to ``bytes_max`` of JSON, and what was left out of them.
+
+    Every machine keeps its own report; where that is too much, nothing more is left out here.
+    """
+    kept, left_out = tuple(reports), []
+    for cut in cuts:
+        if size(kept) <= bytes_max:
+            break
+        kept = tuple(cut.applied(report) for report in kept)
+        left_out.append(cut.what)
+    return kept, tuple(left_out)
+
+
+def size(reports: Sequence[MachineReport]) -> int:
+    """Bytes of the reports as JSON."""
+    return sum(len(_REPORT.dump_json(report)) + 1 for report in reports)
