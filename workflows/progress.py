@@ -9,6 +9,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities import contracts
+    from everstep.decide.ettr import FROM_SCRATCH
     from everstep.decide.words import IncidentState, JobPhase, RunPhase, Verdict
     from everstep.spec import messages as m
     from everstep.spec.agent_api import EventKind
@@ -45,7 +46,8 @@ def _note_recovery(context: JobContext, *, ticked: bool) -> None:
     if incident is None or run is None or state.phase is not JobPhase.RUNNING:
         return
     # Without the trainer library there is no first step: count from the first look at the run.
-    if incident.recovered_at is None and (run.first_step_at is not None or ticked):
+    counts = run.first_step_at is not None or (ticked and not state.reports_steps)
+    if incident.recovered_at is None and counts:
         incident.recovered_at = workflow.now()
     window = context.policy.policy.ladder.stable_after
     if incident.recovered_at is not None and workflow.now() - incident.recovered_at >= window:
@@ -58,10 +60,11 @@ def _first_step(context: JobContext) -> None:
         return
     now = workflow.now()
     state.run = state.run.model_copy(update={"first_step_at": now})
+    state.reports_steps = True
     incident = state.incident
     if incident is not None:
         incident.recovered_at = now
-        restored = state.run.restore.step if state.run.restore else 0
+        restored = state.run.restore.step if state.run.restore else FROM_SCRATCH
         if incident.failed_step is not None:
             incident.steps_lost = max(0, incident.failed_step - restored)
         state.note_incident(IncidentState.OPEN)

@@ -99,6 +99,8 @@ class JobState(BaseModel):
     wish: Wish | None = None
     wish_note: str = ""
     roll: bool = False
+    reports_steps: bool = False
+    """True once any run has reported a step: the job uses the trainer library."""
     warned_generation: int = 0
     """The newest run of which a failed save has been recorded: once a run is enough."""
     continued: int = 0

@@ -28,7 +28,7 @@ POLICY: dict[str, Any] = {
         "hang_min": "5s",
         "exit_skew_max": "3s",
         "machine_lost_after": "3s",
-        "progress_report_interval": "30s",
+        "progress_report_interval": "5s",
         "first_step_max": "3m",
     },
     # A dozen faults in five minutes would spend the budgets of a day.

@@ -503,3 +503,40 @@ async def test_page_and_search_attributes_tell_the_story(bench: Bench) -> None:
     assert values["EverstepState"] == "running"
     await handle.execute_update("cancel", m.CancelRequest(), result_type=m.UpdateAnswer)
     await handle.result()
+
+
+async def test_a_look_before_the_first_step_does_not_make_an_incident_stable(bench: Bench) -> None:
+    """Restarting is slow, looks are frequent: failing again then is still the same incident."""
+    world = bench.world
+    world.policy = world.policy.model_copy(
+        update={
+            "policy": world.policy.policy.model_copy(
+                update={
+                    "ladder": world.policy.policy.ladder.model_copy(
+                        update={"stable_after": timedelta(0)}
+                    )
+                }
+            )
+        }
+    )
+    again = trouble(rank_exit(1), step=9)
+    ended = {1: exited(1, signal=9, step=9)}
+    world.scripts[1] = Script([FIRST, again], ranks=ended)
+    world.scripts[2] = Script([Say("tick"), Say("tick"), again], ranks=ended)
+    world.scripts[3] = Script([FIRST, DONE])
+    result = await (await bench.start()).result()
+    assert (result.runs, result.incidents) == (3, 1)
+
+
+async def test_starting_from_scratch_loses_every_step(bench: Bench) -> None:
+    world = bench.world
+    world.scripts[1] = Script(
+        [FIRST, trouble(rank_exit(1), step=9)], ranks={1: exited(1, signal=9, step=9)}
+    )
+    world.scripts[2] = Script([FIRST, Say("hold", step=3)])
+    handle = await bench.start()
+    await bench.until(lambda: world.held_watches == 1)
+    # Steps 0 to 9 were done.
+    assert (await bench.status(handle)).incidents[0].steps_lost == 10
+    await handle.execute_update("cancel", m.CancelRequest(), result_type=m.UpdateAnswer)
+    await handle.result()
