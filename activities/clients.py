@@ -144,6 +144,17 @@ class Reach:
         self._urls: Mapping[str, str] = {}
         self._looked_up_at: float | None = None
         self._lock = asyncio.Lock()
+        self.out_of_date = False
+        """True while the ledger does not answer: where a silent agent is now, nobody knows."""
+
+    async def find_all(self) -> None:
+        """Look up where all agents are, before anything is said about their machines.
+
+        Raises:
+            ApplicationError: the ledger does not answer, which says nothing about any machine.
+        """
+        self._urls = await ledger_call(self._ledger.machine_locations, self._machine_ids)
+        self._looked_up_at = time.monotonic()
 
     async def agent(self, machine_id: str) -> Agent:
         """The machine's agent, where it is now.
@@ -159,11 +170,13 @@ class Reach:
                         self._ledger.machine_locations, self._machine_ids
                     )
                 except LedgerUnavailable as error:
+                    self.out_of_date = True
                     # Agents rarely move: an address that was right a while ago serves meanwhile.
                     if machine_id not in self._urls:
                         raise AgentUnreachable(one_line(error, 200)) from None
                 else:
                     self._looked_up_at = now
+                    self.out_of_date = False
         try:
             url = self._urls[machine_id]
         except KeyError:

@@ -139,17 +139,20 @@ class Detection:
                 notes[ref.machine_id] = report.note
 
         async with heartbeating(lambda: details["now"]):
+            await reach.find_all()
             while True:
                 began = self._clock()
                 silent = [ref for ref in request.machines if ref.machine_id not in answered]
                 await on_each(silent, ask)
                 silent = [ref for ref in silent if ref.machine_id not in answered]
-                if not silent or details["now"].silent_s >= limit:
+                if not silent or (details["now"].silent_s >= limit and not reach.out_of_date):
                     break
                 await asyncio.sleep(min(CONFIRM_INTERVAL_S, limit))
                 # A round that took much longer than a round can take was not spent asking: this
                 # process was frozen, and a machine must not pay for that.
                 spent = min(self._clock() - began, _round_max_s(request))
+                if reach.out_of_date:
+                    spent = 0.0  # it may be well, at an address that the ledger cannot tell
                 details["now"] = ConfirmDetails(silent_s=details["now"].silent_s + spent)
         after_effect()
         for ref in silent:

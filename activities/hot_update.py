@@ -72,6 +72,7 @@ class HotUpdate:
         paths: dict[str, str] = {}
         failed: dict[str, str] = {}
         async with heartbeating():
+            await reach.find_all()
             version = request.code_version or await self._version(source)
 
             async def bring(ref: m.MachineRef) -> None:

@@ -106,8 +106,10 @@ class Launch:
         """Reserve a fresh rendezvous port on the run's first machine."""
         policy, ref = request.policy.policy, request.machine
         timeout = min(PREPARE_TIMEOUT_MAX_S, policy.machines.command_timeout.total_seconds())
+        reach = Reach(self._ledger, self._agents, [ref.machine_id])
+        await reach.find_all()
         try:
-            agent = await Reach(self._ledger, self._agents, [ref.machine_id]).agent(ref.machine_id)
+            agent = await reach.agent(ref.machine_id)
             async with asyncio.timeout(timeout):
                 prepared = await agent.prepare_run(
                     job_id=request.job_id,
@@ -156,6 +158,7 @@ class Launch:
             return None
 
         async with heartbeating():
+            await reach.find_all()
             started = [i for i in await on_each(request.machines, start) if i is not None]
         after_effect()
         log.info(
@@ -228,6 +231,7 @@ class Launch:
             return report
 
         async with heartbeating():
+            await reach.find_all()
             reports = await on_each(request.machines, stop)
         after_effect()
         kept, left_out = within(reports, SHARD_BYTES_MAX)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from temporalio.activity import ActivityCancellationDetails
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
+from activities.contracts import TEMPORARY_FAILURE
 from activities.detection import ConfirmDetails, Detection, WatchDetails
 from everstep.ledger import LedgerUnavailable
 from everstep.machine.client import AgentRefused, AgentUnreachable
@@ -355,6 +357,39 @@ async def test_a_controller_that_was_frozen_does_not_count_that_against_a_machin
     bench.env.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_ledger_that_does_not_answer_says_nothing_about_a_machine() -> None:
+    outage = {"ledger": True}
+
+    def hook() -> None:
+        if outage["ledger"]:
+            raise LedgerUnavailable("ledger: does not answer")
+
+    bench = Bench(agent(stopped=report("m1")), ledger=FakeLocations(hook))
+    with pytest.raises(ApplicationError) as caught:
+        await bench.env.run(bench.detection.confirm_machines, confirm("m1"))
+    assert caught.value.type == TEMPORARY_FAILURE
+    outage["ledger"] = False
+    result = await bench.env.run(bench.detection.confirm_machines, confirm("m1"))
+    assert (result.reports[0].reachable, result.reports[0].lost) == (True, False)
+
+
+async def test_time_without_the_ledger_does_not_count_against_a_machine() -> None:
+    """The machine's agent has moved meanwhile, and only the ledger could say where to."""
+    ledger, fake = FakeLocations(), agent(down=True, stopped=report("m1"))
+
+    def hook() -> None:
+        if ledger.asked in range(2, 6):
+            raise LedgerUnavailable("ledger: does not answer")
+        fake.down = ledger.asked < 6
+
+    ledger.hook = hook
+    bench = Bench(fake, ledger=ledger)
+    bench.resume_from(ConfirmDetails(silent_s=0.99).model_dump(mode="json"))
+    result = await bench.env.run(bench.detection.confirm_machines, confirm("m1"))
+    assert ledger.asked >= 6
+    assert (result.reports[0].reachable, result.reports[0].lost) == (True, False)
 
 
 async def test_an_agent_that_answers_and_knows_nothing_of_the_run_is_reachable() -> None:

@@ -284,3 +284,26 @@ async def test_evidence_of_a_large_shard_fits_into_one_answer() -> None:
     assert len(result.model_dump_json()) < 1.6e6
     assert [r.machine_id for r in result.reports] == names
     assert sum(len(r.ranks) for r in result.reports) == 1600
+
+
+async def test_an_outage_of_the_ledger_is_not_one_of_the_machines() -> None:
+    """They are asked once it answers again; until then nothing is said about them."""
+
+    def hook() -> None:
+        raise LedgerUnavailable("ledger: does not answer")
+
+    ledger = FailingLedger(LedgerError("x"))
+    ledger.hook = hook
+    activities = launch(FakeAgent("m1"), ledger=ledger)
+    prepare = m.PrepareRunInput(
+        command_id="c", job_id=JOB, generation=1, machine=refs("m1")[0], policy=policy()
+    )
+    calls: list[tuple[Any, Any]] = [
+        (activities.start_ranks, start("m1")),
+        (activities.stop_ranks, stop("m1")),
+        (activities.prepare_run, prepare),
+    ]
+    for function, request in calls:
+        with pytest.raises(ApplicationError) as caught:
+            await ActivityEnvironment().run(function, request)
+        assert caught.value.type == TEMPORARY_FAILURE
