@@ -41,7 +41,7 @@ def add_to(app: typer.Typer) -> None:
 def up(
     machines: Annotated[int, typer.Option(min=1, max=200, help="Local machines (agents).")] = 3,
     slots: Annotated[int, typer.Option(min=1, max=128, help="Ranks for each machine.")] = 8,
-    controllers: Annotated[int, typer.Option(min=1, max=8, help="Controllers.")] = 1,
+    controllers: Annotated[int, typer.Option(min=1, max=8, help="Controllers.")] = 2,
     state: StateOption = None,
     temporal_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Default: a free one.")
