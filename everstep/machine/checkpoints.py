@@ -66,10 +66,20 @@ class Scan:
     complete: tuple[StoredCheckpoint, ...]
     skipped: tuple[str, ...]
     """One line for each checkpoint that cannot be used, newest first."""
+    unreadable: dict[CheckpointId, str]
+    """Those of them that the file system would not show: they may be whole. Nothing is said about
+    a checkpoint by a server that does not answer."""
 
 
 class _Unusable(Exception):
     """Why a checkpoint does not count; caught within this module."""
+
+
+class _Unreadable(_Unusable):
+    """The file system failed: this says nothing about the checkpoint."""
+
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def folder_name(checkpoint: CheckpointId) -> str:
@@ -93,6 +103,7 @@ def scan(directory: Path, *, job_id: str) -> Scan:
     """
     complete: list[StoredCheckpoint] = []
     skipped: list[str] = []
+    unreadable: dict[CheckpointId, str] = {}
     for name in sorted((entry.name for entry in os.scandir(directory)), reverse=True):
         identity = parse_folder_name(name)
         if identity is None:
@@ -103,18 +114,34 @@ def scan(directory: Path, *, job_id: str) -> Scan:
             complete.append(_read_checkpoint(directory / name, identity, job_id))
         except _Unusable as why:
             skipped.append(f"{name}: {why}")
-    return Scan(complete=tuple(complete), skipped=tuple(skipped))
+            if isinstance(why, _Unreadable):
+                unreadable[identity] = skipped[-1]
+    return Scan(complete=tuple(complete), skipped=tuple(skipped), unreadable=unreadable)
 
 
 def damage(checkpoint: StoredCheckpoint) -> str | None:
-    """Read every byte of ``checkpoint``; what is wrong with the first bad part, or None."""
+    """Read every byte of ``checkpoint``; what is wrong with the first bad part, or None.
+
+    Raises:
+        OSError: it cannot be read, which says nothing about it.
+    """
     for name, noted in checkpoint.parts.items():
-        try:
-            if not _digest_matches(Path(checkpoint.path) / name, noted):
-                return f"{name} does not match its checksum"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+        if not _digest_matches(Path(checkpoint.path) / name, noted):
+            return f"{name} does not match its checksum"
     return None
+
+
+def is_fenced(directory: Path) -> bool:
+    """True when a run was ever fenced off here, however the fence looks now.
+
+    Raises:
+        OSError: that cannot be said.
+    """
+    try:
+        (directory / FENCE_NAME).stat()
+    except _NOT_THERE:
+        return False
+    return True
 
 
 def read_fence(directory: Path) -> int:
@@ -195,8 +222,10 @@ def _read_checkpoint(folder: Path, identity: CheckpointId, job_id: str) -> Store
         path = folder / f"rank-{rank}.part"
         try:
             found = path.stat().st_size
-        except OSError:
+        except _NOT_THERE:
             raise _Unusable(f"{path.name} is missing") from None
+        except OSError as error:
+            raise _Unreadable(f"{path.name} cannot be read: {error.strerror}") from None
         if found != size:
             raise _Unusable(f"{path.name} has {found} bytes instead of {size}")
         _check_header(path, size, identity, job_id=job_id, rank=rank, world_size=len(parts))
@@ -236,8 +265,10 @@ def _read_json(path: Path, bytes_max: int) -> dict[str, Any]:
         content = json.loads(_read_bounded(path, bytes_max))
     except FileNotFoundError:
         raise _Unusable(f"{path.name} is missing: it was never completed") from None
-    except OSError as error:
+    except _NOT_THERE as error:
         raise _Unusable(f"{path.name} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise _Unreadable(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise _Unusable(f"{path.name} is not JSON") from None
     if not isinstance(content, dict):
@@ -260,7 +291,7 @@ def _check_header(
                 raise _Unusable(f"{path.name} has a header of {length} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise _Unusable(f"{path.name} cannot be read: {error.strerror}") from None
+        raise _Unreadable(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise _Unusable(f"{path.name} has a header that is not JSON") from None
     if not isinstance(header, dict):

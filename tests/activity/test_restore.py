@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.checkpoint_restore import CheckpointRestore
-from activities.contracts import PERMANENT_FAILURE
+from activities.checkpoint_restore import TRIES_MAX, CheckpointRestore
+from activities.contracts import PERMANENT_FAILURE, TEMPORARY_FAILURE
 from everstep.decide.restore import CheckpointId, LineageEntry
 from everstep.machine import checkpoints
 from everstep.spec import messages as m
@@ -60,6 +61,7 @@ def write(root: Path, step: int, generation: int, *, job: str = JOB, ranks: int 
     """A whole checkpoint as the trainer library leaves it."""
     folder = root / checkpoints.folder_name(CheckpointId(step=step, generation=generation))
     folder.mkdir(parents=True)
+    checkpoints.raise_fence(root, generation)
     parts = {}
     for rank in range(ranks):
         header = {
@@ -83,12 +85,18 @@ LINE = (LineageEntry(generation=1, restored=None),)
 
 
 def choose(
-    root: Path, ledger: FakeLedger, generation: int = 2, checkpoint: str | None = None
+    root: Path,
+    ledger: FakeLedger,
+    generation: int = 2,
+    checkpoint: str | None = None,
+    attempt: int = 1,
 ) -> Any:
     request = m.ChooseRestorePoint(
         job_id=JOB, run_id=f"{JOB}.{generation}", generation=generation, checkpoint=checkpoint
     )
-    return ActivityEnvironment().run(CheckpointRestore(ledger, root).choose_restore_point, request)
+    environment = ActivityEnvironment()
+    environment.info = dataclasses.replace(environment.info, attempt=attempt)
+    return environment.run(CheckpointRestore(ledger, root).choose_restore_point, request)
 
 
 async def test_from_scratch_and_the_directory_is_made_and_fenced(tmp_path: Path) -> None:
@@ -178,6 +186,63 @@ async def test_another_jobs_checkpoint_is_not_ours(tmp_path: Path) -> None:
     assert "other" in result.skipped[0]
 
 
+def hide(folder: Path) -> None:
+    """The file system answers with an error (a link that leads to itself)."""
+    part = folder / "rank-1.part"
+    part.unlink()
+    part.symlink_to(part)
+
+
+async def refused(*arguments: Any, **named: Any) -> ApplicationError:
+    with pytest.raises(ApplicationError) as raised:
+        await choose(*arguments, **named)
+    assert "\n" not in raised.value.message
+    return raised.value
+
+
+async def test_a_missing_mount_is_not_a_job_without_checkpoints(tmp_path: Path) -> None:
+    """An empty directory where the job's history was: beginning anew would give it up for good."""
+    ledger = FakeLedger(*LINE)
+    error = await refused(tmp_path, ledger)
+    assert error.type == TEMPORARY_FAILURE
+    assert "mounted" in error.message
+    assert (await refused(tmp_path, ledger, attempt=TRIES_MAX)).type == PERMANENT_FAILURE
+    assert list(tmp_path.iterdir()) == []
+    assert ledger.chosen == {}
+    folder = write(tmp_path / JOB, 20, 1)
+    result = await choose(tmp_path, ledger)
+    assert result.restore is not None
+    assert result.restore.path == str(folder)
+
+
+async def test_what_cannot_be_read_now_is_waited_for(tmp_path: Path) -> None:
+    older = write(tmp_path / JOB, 20, 1)
+    hide(write(tmp_path / JOB, 30, 1))
+    ledger = FakeLedger(*LINE)
+    assert (await refused(tmp_path, ledger)).type == TEMPORARY_FAILURE
+    assert ledger.chosen == {}
+    result = await choose(tmp_path, ledger, attempt=TRIES_MAX)
+    assert result.restore is not None
+    assert result.restore.path == str(older)
+    assert "cannot be read" in result.skipped[0]
+
+
+async def test_an_older_one_that_cannot_be_read_does_not_matter(tmp_path: Path) -> None:
+    hide(write(tmp_path / JOB, 20, 1))
+    newer = write(tmp_path / JOB, 30, 1)
+    result = await choose(tmp_path, FakeLedger(*LINE))
+    assert result.restore is not None
+    assert result.restore.path == str(newer)
+
+
+async def test_nothing_begins_anew_because_nothing_can_be_read(tmp_path: Path) -> None:
+    hide(write(tmp_path / JOB, 30, 1))
+    ledger = FakeLedger(*LINE)
+    assert (await refused(tmp_path, ledger)).type == TEMPORARY_FAILURE
+    assert (await refused(tmp_path, ledger, attempt=TRIES_MAX)).type == PERMANENT_FAILURE
+    assert ledger.chosen == {}
+
+
 async def test_late_commits_of_a_run_that_was_cut_off_are_not_restored(tmp_path: Path) -> None:
     shared = write(tmp_path / JOB, 10, 1)
     write(tmp_path / JOB, 99, 1)  # committed after generation 2 had started from step 10
@@ -200,6 +265,7 @@ async def test_asked_again_the_answer_is_the_same(tmp_path: Path) -> None:
 
 
 async def test_an_older_run_that_thaws_neither_lowers_the_fence_nor_starts(tmp_path: Path) -> None:
+    write(tmp_path / JOB, 10, 1)
     await choose(tmp_path, FakeLedger(*LINE), generation=5)
     with pytest.raises(ApplicationError) as raised:
         await choose(tmp_path, FakeLedger(*LINE), generation=4)
@@ -238,6 +304,7 @@ async def test_the_jobs_own_directory_is_used(tmp_path: Path) -> None:
 async def test_skipped_lines_are_bounded(tmp_path: Path) -> None:
     for step in range(60):
         (tmp_path / JOB / f"step-{step:012d}.g000001").mkdir(parents=True)
+    checkpoints.raise_fence(tmp_path / JOB, 1)
     result = await choose(tmp_path, FakeLedger(*LINE))
     assert len(result.skipped) == 21
     assert result.skipped[-1] == "and 40 more"
