@@ -36,7 +36,9 @@ async def networked(folder: Path, machines: int) -> AsyncIterator[tuple[World, N
     """A world whose machines can be cut off."""
     policy = folder / "policy.yaml"
     policy.write_text(FLEET_POLICY, encoding="utf-8")
-    options = EmbeddedOptions(state=folder / "state", machines=machines, slots=2, policy=policy)
+    options = EmbeddedOptions(
+        state=folder / "state", machines=machines, slots=2, controllers=1, policy=policy
+    )
     embedded = Networked(options, build(machines))
     await embedded.start()
     try:

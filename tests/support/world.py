@@ -103,7 +103,7 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[World]:
     """Start a world in ``folder`` and end it."""
     policy = folder / "policy.yaml"
     policy.write_text(FLEET_POLICY, encoding="utf-8")
-    defaults: dict[str, Any] = {"machines": 2, "slots": 2, "policy": policy}
+    defaults: dict[str, Any] = {"machines": 2, "slots": 2, "controllers": 1, "policy": policy}
     embedded = Embedded(EmbeddedOptions(state=folder / "state", **(defaults | options)))
     await embedded.start()
     try:
