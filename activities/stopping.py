@@ -71,12 +71,13 @@ async def stop_on_machine(
 
 
 def _refused(machine: m.MachineRef, refusal: AgentRefused) -> MachineReport:
-    """The machine answers, and knows nothing of the run or may not touch it."""
+    """The machine answers: it knows nothing of the run, may not touch it, or could not end it."""
     gone = refusal.code == api.ErrorCode.NOT_FOUND
     log.warning("stop refused", machine_id=machine.machine_id, reason=why(refusal))
     return MachineReport(
         machine_id=machine.machine_id,
         reachable=refusal.code not in NOT_NOW,
         processes_vanished=gone,
+        teardown_clean=refusal.code is not api.ErrorCode.FAILED,
         note=why(refusal),
     )

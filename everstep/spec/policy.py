@@ -37,12 +37,34 @@ Span = Annotated[Duration, AfterValidator(_not_for_ever), AfterValidator(_not_no
 """A time that cannot be nothing: an interval, or a limit that would always be passed."""
 
 
+def _longer_than_a_heartbeat(value: timedelta) -> timedelta:
+    if value < timedelta(seconds=1):
+        raise ValueError("it must be 1s or more: a watch heartbeats every 400ms")
+    return value
+
+
+def _within_a_day(value: timedelta) -> timedelta:
+    if value > timedelta(days=1):
+        raise ValueError("it must be 24h or less: agents wait no longer")
+    return value
+
+
+def _within_a_minute(value: timedelta) -> timedelta:
+    if value > timedelta(minutes=1):
+        raise ValueError("it must be 1m or less: a start is tried three times within ten minutes")
+    return value
+
+
+Grace = Annotated[Duration, AfterValidator(_within_a_day)]
+"""A time that a teardown may take; may be 0s."""
+
+
 class DetectionPolicy(StrictModel):
     """How trouble is noticed."""
 
     heartbeat_interval: Span
     """How often an agent's event stream carries a heartbeat line."""
-    watch_lost_after: Span
+    watch_lost_after: Annotated[Span, AfterValidator(_longer_than_a_heartbeat)]
     """How long a watch may be silent before another controller takes it over (Temporal's
     heartbeat timeout of the watch activity)."""
     settle_window: Wait
@@ -91,11 +113,11 @@ class LadderPolicy(StrictModel):
 class TeardownPolicy(StrictModel):
     """How ranks are ended."""
 
-    stop_grace: Wait
+    stop_grace: Grace
     """Time between SIGTERM and SIGKILL when a job is paused, cancelled or resumed elsewhere."""
-    failure_grace: Wait
+    failure_grace: Grace
     """The same when the run has failed already: survivors have nothing left to save."""
-    kill_wait: Wait
+    kill_wait: Grace
     """Time after SIGKILL before processes that are still there make the machine faulty."""
 
 
@@ -106,7 +128,7 @@ class MachinePolicy(StrictModel):
     """How often a job that waits for machines looks again."""
     command_validity: Span
     """How long a command to an agent may be carried out after it was made."""
-    command_timeout: Span
+    command_timeout: Annotated[Span, AfterValidator(_within_a_minute)]
     """How long a controller waits for an agent's answer to a command, without the teardown's own
     time."""
     register_interval: Span

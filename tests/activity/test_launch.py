@@ -185,6 +185,14 @@ async def test_stop_says_what_a_refusal_means(
     assert not only.lost
 
 
+async def test_a_machine_that_could_not_end_the_run_is_not_clean() -> None:
+    agent = FakeAgent("m1", stopped=AgentRefused(ErrorCode.FAILED, "Input/output error"))
+    result = await ActivityEnvironment().run(launch(agent).stop_ranks, stop("m1"))
+    (only,) = result.reports
+    assert (only.reachable, only.teardown_clean) == (True, False)
+    assert "Input/output error" in only.note
+
+
 async def test_stop_of_a_machine_the_ledger_does_not_know() -> None:
     ledger = FailingLedger(LedgerError("x"))
     ledger.unknown.add("m1")
