@@ -29,14 +29,21 @@ from temporalio.exceptions import ApplicationError
 from activities.clients import heartbeating, ledger_call
 from activities.failpoints import after_effect
 from activities.failures import one_line, permanent, temporary
-from everstep.decide.restore import CheckpointId, LineageEntry, newest_restorable, on_lineage
+from everstep.decide.restore import (
+    CheckpointId,
+    LineageEntry,
+    in_doubt,
+    newest_restorable,
+    on_lineage,
+)
 from everstep.machine import checkpoints
 from everstep.spec import messages as m
 from everstep.spec.agent_api import RestorePointPlan
 
 VERIFY_BYTES_MAX = 256 * 1024 * 1024
 """Checkpoints up to this size are read whole before they are chosen (under a second), so that a
-damaged one costs no run. Larger ones are verified by the ranks, each its own part, as they load."""
+damaged one costs no run. Larger ones are verified by the ranks, each its own part, as they load,
+and whole when a run was started from one and made no step."""
 TRIES_MAX = 10
 """Tries, in half a minute, before a file system that does not answer counts."""
 SKIPPED_MAX = 20
@@ -60,8 +67,15 @@ class RestoreLedger(Protocol):
 class CheckpointRestore:
     """The activity of this file."""
 
-    def __init__(self, ledger: RestoreLedger, checkpoint_root: Path) -> None:
+    def __init__(
+        self,
+        ledger: RestoreLedger,
+        checkpoint_root: Path,
+        *,
+        verify_bytes_max: int = VERIFY_BYTES_MAX,
+    ) -> None:
         self._ledger = ledger
+        self._verify_bytes_max = verify_bytes_max
         self._root = checkpoint_root
 
     @activity.defn(name="choose_restore_point")
@@ -79,7 +93,9 @@ class CheckpointRestore:
                     f"{directory}: generation {fence} of job {request.job_id} has begun; "
                     f"generation {request.generation} is over"
                 )
-            choice = await asyncio.to_thread(_choose, directory, request, earlier)
+            choice = await asyncio.to_thread(
+                _choose, directory, request, earlier, self._verify_bytes_max
+            )
             _check_choice(directory, choice)
             chosen = await ledger_call(self._store, request.run_id, choice.plan)
         after_effect()
@@ -178,7 +194,10 @@ def _raise_fence(directory: Path, generation: int) -> int:
 
 
 def _choose(
-    directory: Path, request: m.ChooseRestorePoint, earlier: Sequence[LineageEntry]
+    directory: Path,
+    request: m.ChooseRestorePoint,
+    earlier: Sequence[LineageEntry],
+    verify_bytes_max: int,
 ) -> _Choice:
     """The newest good checkpoint on the lineage of ``earlier`` runs."""
     try:
@@ -197,7 +216,7 @@ def _choose(
         checkpoint = candidates[identity]
         problem = None
         try:
-            if checkpoint.total_bytes <= VERIFY_BYTES_MAX:
+            if checkpoint.total_bytes <= verify_bytes_max or in_doubt(identity, earlier):
                 problem = checkpoints.damage(checkpoint)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"

@@ -28,6 +28,18 @@ class LineageEntry:
 
     generation: int
     restored: CheckpointId | None
+    stepped: bool = True
+    """Whether it is known to have made a step: its starting point was good then."""
+
+
+def in_doubt(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool:
+    """True when the newest run was started from ``candidate`` and made no step.
+
+    Its ranks may have failed because they could not load it, so it is looked at closely before
+    another run is started from it.
+    """
+    newest = max(lineage, key=lambda e: e.generation, default=None)
+    return newest is not None and newest.restored == candidate and not newest.stepped
 
 
 def on_lineage(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool:

@@ -310,12 +310,16 @@ def _restore(run: t.Run) -> RestorePointPlan | None:
 
 def _lineage(session: Session, job_id: str) -> tuple[LineageEntry, ...]:
     query = select(t.Run).where(t.Run.job_id == job_id, col(t.Run.restore_chosen).is_(True))
+    marks = select(t.RunPhaseMark.run_id).where(t.RunPhaseMark.phase == RunPhase.FIRST_STEP)
+    mine = select(t.Run.run_id).where(t.Run.job_id == job_id)
+    stepped = set(session.exec(marks.where(col(t.RunPhaseMark.run_id).in_(mine))))
     return tuple(
         LineageEntry(
             generation=run.generation,
             restored=None
             if run.restore_step is None or run.restore_generation is None
             else CheckpointId(step=run.restore_step, generation=run.restore_generation),
+            stepped=run.run_id in stepped,
         )
         for run in session.exec(query.order_by(col(t.Run.generation)))
     )

@@ -90,13 +90,14 @@ def choose(
     generation: int = 2,
     checkpoint: str | None = None,
     attempt: int = 1,
+    **options: Any,
 ) -> Any:
     request = m.ChooseRestorePoint(
         job_id=JOB, run_id=f"{JOB}.{generation}", generation=generation, checkpoint=checkpoint
     )
     environment = ActivityEnvironment()
     environment.info = dataclasses.replace(environment.info, attempt=attempt)
-    return environment.run(CheckpointRestore(ledger, root).choose_restore_point, request)
+    return environment.run(CheckpointRestore(ledger, root, **options).choose_restore_point, request)
 
 
 async def test_from_scratch_and_the_directory_is_made_and_fenced(tmp_path: Path) -> None:
@@ -241,6 +242,20 @@ async def test_nothing_begins_anew_because_nothing_can_be_read(tmp_path: Path) -
     assert (await refused(tmp_path, ledger)).type == TEMPORARY_FAILURE
     assert (await refused(tmp_path, ledger, attempt=TRIES_MAX)).type == PERMANENT_FAILURE
     assert ledger.chosen == {}
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+async def test_a_large_one_is_read_whole_after_a_run_that_could_not_use_it(
+    tmp_path: Path, *, stepped: bool
+) -> None:
+    """Else every restart fails as it loads, until the budget ends a healthy job."""
+    older, newest = write(tmp_path / JOB, 20, 1), write(tmp_path / JOB, 30, 1)
+    flip(newest)
+    restored = CheckpointId(step=30, generation=1)
+    ledger = FakeLedger(*LINE, LineageEntry(generation=2, restored=restored, stepped=stepped))
+    result = await choose(tmp_path, ledger, generation=3, verify_bytes_max=10)
+    assert result.restore is not None
+    assert result.restore.path == str(newest if stepped else older)
 
 
 async def test_late_commits_of_a_run_that_was_cut_off_are_not_restored(tmp_path: Path) -> None:

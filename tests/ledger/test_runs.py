@@ -233,9 +233,25 @@ def test_the_first_restore_point_holds_and_makes_the_lineage(fleet: Fleet) -> No
     assert (first.step, first.generation, first.path) == (2**40, 1, "/c/step")
     assert fleet.ledger.set_restore_point("train.1", point, path="/late") is None
     assert fleet.ledger.lineage("train") == (
-        LineageEntry(generation=1, restored=None),
-        LineageEntry(generation=2, restored=point),
+        LineageEntry(generation=1, restored=None, stepped=False),
+        LineageEntry(generation=2, restored=point, stepped=False),
     )
+
+
+def test_the_lineage_says_which_runs_have_made_a_step(fleet: Fleet) -> None:
+    fleet.machines("m1", "m2")
+    fleet.job()
+    for generation in (1, 2):
+        fleet.open(keep=("m1", "m2"))
+        fleet.ledger.set_restore_point(f"train.{generation}", None)
+    fleet.ledger.record_progress(
+        m.RecordProgress(
+            job_id="train",
+            phase=JobPhase.RUNNING,
+            phases=(m.RecordPhase(run_id="train.1", phase=RunPhase.FIRST_STEP, at=at(5)),),
+        )
+    )
+    assert [entry.stepped for entry in fleet.ledger.lineage("train")] == [True, False]
 
 
 def test_an_open_run_can_be_adopted_with_everything_it_needs(fleet: Fleet) -> None:
