@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from temporalio import workflow
 
@@ -183,6 +183,21 @@ class JobContext:
                     code_version=self.state.code_version,
                 ),
                 summary=f"record {names}",
+            )
+        )
+
+    def tell(self, key: str, severity: Literal["warning", "needs_person"]) -> None:
+        """Tell people what state the job is in, beside the main line; once for each ``key``."""
+        self.beside(
+            contracts.schedule(
+                contracts.notify,
+                m.Notify(
+                    key=f"{self.state.job_id}-{key}",
+                    severity=severity,
+                    job_id=self.state.job_id,
+                    text=f"{self.state.job_id}: {self.state.reason}"[:600],
+                ),
+                summary=f"tell people: {self.state.reason}"[:200],
             )
         )
 

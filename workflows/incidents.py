@@ -19,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.context import JobContext
     from workflows.state import RECENT_INCIDENTS_MAX, OpenIncident
 
-OBSERVATIONS_MAX = 256
+OBSERVATIONS_MAX = 128
 """In the input of a round: each of many shards may report as many as a watch can."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities import contracts
     from everstep.decide.ettr import FROM_SCRATCH
     from everstep.decide.words import IncidentState, JobPhase, RunPhase, Verdict
     from everstep.spec import messages as m
@@ -79,18 +78,8 @@ def _blind(context: JobContext, result: m.WatchResult) -> None:
     why = result.observations[0].reason if result.observations else f"cannot reach {names}"
     context.enter(JobPhase.RUNNING, f"blind: {why}. Nothing is done to the run meanwhile.")
     generation = state.run.generation if state.run else 0
-    context.beside(
-        contracts.schedule(
-            contracts.notify,
-            m.Notify(
-                key=f"{state.job_id}-{generation}-blind",
-                severity="warning",
-                job_id=state.job_id,
-                text=f"{state.job_id}: {state.reason}"[:600],
-            ),
-            summary="tell people: the job cannot be observed",
-        )
-    )
+    # A run lasts for weeks: once a day is enough, and once a run is not.
+    context.tell(f"{generation}-blind-{workflow.now():%Y-%m-%d}", "warning")
 
 
 def early_exit() -> m.WatchResult:

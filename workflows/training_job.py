@@ -91,6 +91,7 @@ class TrainingJob:
             why = str(error.cause or error)[:500]
             self._context.enter(JobPhase.WAITING_FOR_PERSON, f"Everstep cannot go on: {why}")
             self._context.record()
+            self._context.tell(f"cannot-go-on-{self._context.key()}", "needs_person")
             return None
 
     async def _next(self) -> m.JobResult | None:

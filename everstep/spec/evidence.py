@@ -23,7 +23,7 @@ _REPORT = TypeAdapter(MachineReport)
 SHARD_BYTES_MAX = 1_500_000
 """Reports in the result of one activity: some twenty ranks on each of 256 machines, without log
 lines. The limit of the server is 2 MiB for the whole result."""
-ROUND_BYTES_MAX = 1_000_000
+ROUND_BYTES_MAX = 1_500_000
 """Reports of all shards in the input of a round, and of what it asks activities for."""
 
 
@@ -35,11 +35,15 @@ class Cut:
     """In words."""
     rank: Callable[[RankReport], RankReport | None]
     """A rank's report without it; None: the whole report is left out."""
+    one_stays: bool = False
+    """A machine of which no rank would be left keeps the one that ended first."""
 
     def applied(self, report: MachineReport) -> MachineReport:
         """A machine's report without it."""
-        ranks = (self.rank(rank) for rank in report.ranks)
-        return replace(report, ranks=tuple(rank for rank in ranks if rank is not None))
+        ranks = tuple(kept for rank in report.ranks if (kept := self.rank(rank)) is not None)
+        if self.one_stays and report.ranks and not ranks:
+            ranks = (max(report.ranks, key=lambda r: (r.exited_ago_s or 0.0, -r.rank)),)
+        return replace(report, ranks=ranks)
 
 
 def _silent(rank: RankReport) -> RankReport:
@@ -53,17 +57,26 @@ WITNESS_LINES = Cut(
 STOPPED_RANKS = Cut("ranks that were stopped", lambda r: None if r.stopped_by_us else r)
 OLDER_LINES = Cut("all but the last log line", lambda r: replace(r, log_lines=r.log_lines[-1:]))
 LINES = Cut("log lines", _silent)
-WITNESSES = Cut("ranks that only lost their peers", lambda r: None if is_witness(r) else r)
-RANKS = Cut("all ranks", lambda _: None)
+MOST_STOPPED = Cut(
+    "ranks that were stopped but one of a machine",
+    lambda r: None if r.stopped_by_us else r,
+    one_stays=True,
+)
+MOST_WITNESSES = Cut(
+    "ranks that only lost their peers but one of a machine",
+    lambda r: None if is_witness(r) else r,
+    one_stays=True,
+)
+MOST_RANKS = Cut("all ranks but one of a machine", lambda _: None, one_stays=True)
 
 FACTS_FIRST = (
     STOPPED_LINES,
     WITNESS_LINES,
     OLDER_LINES,
     LINES,
-    STOPPED_RANKS,
-    WITNESSES,
-    RANKS,
+    MOST_STOPPED,
+    MOST_WITNESSES,
+    MOST_RANKS,
 )
 LINES_FIRST = (STOPPED_LINES, STOPPED_RANKS, OLDER_LINES, LINES)
 

@@ -59,8 +59,16 @@ def test_every_rank_of_a_whole_shard_stays_without_its_lines() -> None:
 def test_the_largest_machines_fit_and_none_is_forgotten(log_class: LogClass | None) -> None:
     kept, left_out = within(fleet(256, 128, log_class=log_class), SHARD_BYTES_MAX)
     assert len(kept) == 256
+    assert all(report.ranks for report in kept)
     assert left_out
     assert size(kept) <= SHARD_BYTES_MAX
+
+
+@pytest.mark.parametrize("log_class", [None, LogClass.PEER_LOST])
+def test_a_round_of_thousands_of_machines_fits(log_class: LogClass | None) -> None:
+    kept, _ = within(fleet(2400, 8, log_class=log_class), ROUND_BYTES_MAX)
+    assert [len(report.ranks) for report in kept] == [1] * 2400
+    assert size(kept) <= ROUND_BYTES_MAX
 
 
 def test_the_culprit_among_many_witnesses_is_still_found() -> None:

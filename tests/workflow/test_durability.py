@@ -102,6 +102,8 @@ async def test_a_job_that_cannot_be_closed_waits_for_a_person(bench: Bench) -> N
     await bench.until(lambda: world.counts["close_job"] > 0)
     status = await bench.until_phase(handle, JobPhase.WAITING_FOR_PERSON)
     assert "not in this ledger" in status.reason
+    await bench.until(lambda: [n.severity for n in world.notes] == ["needs_person"])
+    assert "not in this ledger" in world.notes[0].text
     tried = world.counts["close_job"]
     await asyncio.sleep(0.3)
     assert world.counts["close_job"] == tried == 1
