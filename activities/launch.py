@@ -58,7 +58,7 @@ class LaunchLedger(LooksUpMachines, Protocol):
     ) -> m.RegisteredJob:
         """Enter a job, or find it."""
 
-    def open_run(self, request: m.OpenRun, /) -> m.OpenedRun:
+    def open_run(self, request: m.OpenRun, /, *, now: datetime | None = ...) -> m.OpenedRun:
         """Claim machines and open the next run."""
 
     def close_run(self, request: m.CloseRun, /) -> object:
@@ -89,7 +89,7 @@ class Launch:
     @activity.defn(name="open_run")
     async def open_run(self, request: m.OpenRun) -> m.OpenedRun:
         """Claim machines and open the next run in one transaction, idempotent by request key."""
-        opened = await ledger_call(self._ledger.open_run, request)
+        opened = await ledger_call(self._ledger.open_run, request, now=datetime.now(UTC))
         after_effect()
         log.info(
             "run opened" if opened.run_id else "machines are missing",

@@ -17,7 +17,8 @@ with workflow.unsafe.imports_passed_through():
 
 
 WAIT_POLL_FACTOR_MAX = 12
-"""A job that waits long for machines looks twelve times less often than at first."""
+"""A job that waits long for machines looks twelve times less often than at first, and people are
+told (after six minutes, by default)."""
 
 
 async def open_run(context: JobContext) -> bool:
@@ -53,6 +54,8 @@ async def open_run(context: JobContext) -> bool:
         )
         if wanted.waiting_polls == 1:
             context.record()
+        if wanted.waiting_polls == WAIT_POLL_FACTOR_MAX:
+            context.tell(f"waits-for-run-{state.runs_total + 1}", "warning")
         base = context.policy.policy.machines.wait_poll_interval.total_seconds()
         await context.wait(
             lambda: state.wish is not None or state.roll,

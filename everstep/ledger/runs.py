@@ -51,19 +51,24 @@ _PHASE_ORDER = {phase: position for position, phase in enumerate(RunPhase)}
 class Runs(Part):
     """Opening, closing and reading runs."""
 
-    def open_run(self, request: OpenRun) -> OpenedRun:
+    def open_run(self, request: OpenRun, *, now: datetime | None = None) -> OpenedRun:
         """Claim machines and open the next run; all or nothing.
 
         A kept machine that is not blocked keeps its place. Other places are filled with machines
         that are idle, seen lately, big enough and not to be avoided. When machines are missing,
         nothing is opened or leased. A run of the job that is still open is superseded.
 
+        Args:
+            request: what is wanted. Its instant is of the workflow's clock, which is the Temporal
+                server's: no measure of when a machine was seen.
+            now: by the clocks that machines' registrations are entered with, the controllers'.
+
         Raises:
             LedgerConflict: the job is unknown or has ended, or the request is older than one that
                 was answered already (it comes from a controller that was frozen).
         """
         return self._database.write(
-            lambda session: _open_run(session, request),
+            lambda session: _open_run(session, request, now or request.opened_at),
             locks=[FLEET, lock_of("job", request.job_id)],
             durable=True,
         )
@@ -113,7 +118,7 @@ class Runs(Part):
 # --- opening -----------------------------------------------------------------------------------
 
 
-def _open_run(session: Session, request: OpenRun) -> OpenedRun:
+def _open_run(session: Session, request: OpenRun, now: datetime) -> OpenedRun:
     answered = session.exec(
         select(t.Claim).where(t.Claim.request_key == request.request_key)
     ).first()
@@ -129,7 +134,7 @@ def _open_run(session: Session, request: OpenRun) -> OpenedRun:
         raise LedgerConflict(f"job {job.job_id} has ended as {job.phase}: it opens no more runs")
     origin, number = _refuse_stale(session, request)
     previous = run_open_now(session, request.job_id)
-    places = _choose(session, request, job)
+    places = _choose(session, request, job, now)
     chosen = [machine_id for machine_id in places if machine_id is not None]
     if len(chosen) < request.machines_needed:
         if previous is None:
@@ -177,9 +182,9 @@ def _refuse_stale(session: Session, request: OpenRun) -> tuple[str, int]:
     return origin, number
 
 
-def _choose(session: Session, request: OpenRun, job: t.Job) -> list[str | None]:
+def _choose(session: Session, request: OpenRun, job: t.Job, now: datetime) -> list[str | None]:
     leases, blocks = live_leases(session), live_blocks(session)
-    seen_since = request.opened_at - REGISTRATIONS_MISSED_MAX * _register_interval(session, job)
+    seen_since = now - REGISTRATIONS_MISSED_MAX * _register_interval(session, job)
     candidates = [
         Candidate(
             machine_id=machine.machine_id,

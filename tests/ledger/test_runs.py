@@ -238,6 +238,24 @@ def test_the_first_restore_point_holds_and_makes_the_lineage(fleet: Fleet) -> No
     )
 
 
+def test_a_temporal_server_with_another_clock_does_not_hide_the_machines(fleet: Fleet) -> None:
+    fleet.machines("m1", "m2", seconds=10)
+    fleet.job()
+
+    ahead = fleet.request(seconds=3600)
+
+    assert fleet.ledger.open_run(ahead, now=at(11)).shortfall == 0
+
+
+def test_machines_that_went_away_are_not_leased_by_a_server_that_is_behind(fleet: Fleet) -> None:
+    fleet.machines("m1", "m2", seconds=10)
+    fleet.job()
+
+    behind = fleet.request(seconds=11)
+
+    assert fleet.ledger.open_run(behind, now=at(3600)).shortfall == 2
+
+
 def test_the_lineage_says_which_runs_have_made_a_step(fleet: Fleet) -> None:
     fleet.machines("m1", "m2")
     fleet.job()

@@ -271,6 +271,21 @@ async def test_waits_for_machines_and_starts_when_they_come(bench: Bench) -> Non
     result = await handle.result()
     assert result.runs == 1
     assert world.counts["open_run"] >= 2
+    assert world.notes == []
+
+
+async def test_people_are_told_once_that_a_job_waits_long_for_machines(bench: Bench) -> None:
+    world = bench.world
+    world.idle = ["m1"]
+    world.scripts[1] = Script([FIRST, DONE])
+    handle = await bench.start()
+    await bench.until_phase(handle, JobPhase.WAITING_FOR_MACHINES)
+    polls = world.counts["open_run"]
+    while world.counts["open_run"] < polls + 20:
+        await bench.env.sleep(timedelta(seconds=30))
+    assert ["1 of 2 machines" in n.text for n in world.notes] == [True]
+    world.idle += ["m9"]
+    assert (await handle.result()).runs == 1
 
 
 async def test_cancel_while_waiting_for_machines(bench: Bench) -> None:
