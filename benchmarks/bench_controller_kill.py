@@ -160,7 +160,10 @@ async def mid(samples: common.Samples, stage: Stage, place: str) -> None:
     os.kill(rank, signal.SIGKILL)
     await history.until(lambda: history.scheduled(place), f"{place} scheduled")
     kill = kill_controller(stage, history.last_worker())
-    await report(samples, stage, f"{_fleet(stage)}, in {place}", history, kill, before.generation)
+    first_s = await report(
+        samples, stage, f"{_fleet(stage)}, in a recovery", history, kill, before.generation
+    )
+    samples.add(f"{_fleet(stage)}, in a recovery", f"{FIRST}, killed in {place}", first_s, unit="s")
 
 
 def _fleet(stage: Stage) -> str:
@@ -194,8 +197,8 @@ async def report(
     history: History,
     kill: Kill,
     generation: int,
-) -> None:
-    """Wait until the job trains again, and note what its history says."""
+) -> float:
+    """Wait until the job trains again, and note what its history says: seconds to the first."""
     await history.until(
         lambda: history.completed_by_another(kill) is not None,
         "another process completes something",
@@ -217,6 +220,7 @@ async def report(
     await stage.settled()
     for name in stage.embedded.controller_names:
         await stage.embedded.parts[name].was_ready.wait()
+    return first - kill.at
 
 
 # --- history
@@ -319,9 +323,9 @@ def notes(samples: common.Samples) -> common.Notes:
         text=(
             "From the kill to the first workflow task or activity that another process completes "
             f"in the job's history. Goal: {GOAL_S:g} s. Idle: a rank is killed right after the "
-            "controller, and the recovery is commanded by whoever comes next. In `stop_ranks`, "
-            "`open_run`, `start_ranks`: the controller is killed as soon as the recovery has "
-            "scheduled that activity."
+            "controller, and the recovery is commanded by whoever comes next. In a recovery: the "
+            "controller is killed as soon as the recovery has scheduled `stop_ranks`, `open_run` "
+            "or `start_ranks`, by turns."
         ),
         remarks=(
             f"Goal missed by the median of: {'; '.join(missed)}."
