@@ -43,6 +43,12 @@ def _longer_than_a_heartbeat(value: timedelta) -> timedelta:
     return value
 
 
+def _before_silence(value: timedelta) -> timedelta:
+    if value > timedelta(seconds=5):
+        raise ValueError("it must be 5s or less: a stream that is silent for 7s counts as broken")
+    return value
+
+
 def _within_a_day(value: timedelta) -> timedelta:
     if value > timedelta(days=1):
         raise ValueError("it must be 24h or less: agents wait no longer")
@@ -62,7 +68,7 @@ Grace = Annotated[Duration, AfterValidator(_within_a_day)]
 class DetectionPolicy(StrictModel):
     """How trouble is noticed."""
 
-    heartbeat_interval: Span
+    heartbeat_interval: Annotated[Span, AfterValidator(_before_silence)]
     """How often an agent's event stream carries a heartbeat line."""
     watch_lost_after: Annotated[Span, AfterValidator(_longer_than_a_heartbeat)]
     """How long a watch may be silent before another controller takes it over (Temporal's

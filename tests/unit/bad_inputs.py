@@ -89,6 +89,7 @@ BAD_POLICIES: tuple[BadInput, ...] = (
     BadInput("an interval of nothing", "detection: {heartbeat_interval: 0s}\n", "{file}:1: detection.heartbeat_interval: got '0s'; it must be 1ms or more"),
     BadInput("a time without end", "detection: {hang_min: 99999h}\n", "{file}:1: detection.hang_min: got '99999h'; it must be 8760h (a year) or less"),
     BadInput("a wait that agents refuse", "teardown: {kill_wait: 25h}\n", "{file}:1: teardown.kill_wait: got '25h'; it must be 24h or less: agents wait no longer"),
+    BadInput("a stream that is always broken", "detection: {heartbeat_interval: 1m}\n", "{file}:1: detection.heartbeat_interval: got '1m'; it must be 5s or less: a stream that is silent for 7s counts as broken"),
     BadInput("a watch that is always lost", "detection: {watch_lost_after: 300ms}\n", "{file}:1: detection.watch_lost_after: got '300ms'; it must be 1s or more: a watch heartbeats every 400ms"),
     BadInput("an answer waited for too long", "machines: {command_timeout: 5m}\n", "{file}:1: machines.command_timeout: got '5m'; it must be 1m or less: a start is tried three times within ten minutes"),
     BadInput("a budget below zero", "ladder: {user_code_restarts_max: -1}\n", "{file}:1: ladder.user_code_restarts_max: got -1; it must be 0 or more"),
