@@ -27,6 +27,7 @@ from temporalio.worker import (
     Worker,
 )
 
+from activities import contracts
 from everstep.spec import messages as m
 from everstep.spec.load import load_policy
 from everstep.spec.policy import Policy
@@ -144,18 +145,28 @@ def _is(event: HistoryEvent, kind: str) -> bool:
 
 
 class OnlyMine(Interceptor):
-    """Keeps what an earlier test left on the shared queues away from this test's script."""
+    """Keeps what an earlier test left on the shared queues away from this test's script.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    And fails the activities that the script says fail for good.
+    """
+
+    def __init__(self, name: str, world: World) -> None:
+        self._name, self._world = name, world
 
     def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:  # noqa: A002 - the SDK's name
-        name = self._name
+        name, world = self._name, self._world
 
         class Inbound(ActivityInboundInterceptor):
             async def execute_activity(self, input: ExecuteActivityInput) -> Any:  # noqa: A002 - the SDK's name
                 if name not in (activity.info().workflow_id or ""):
                     raise ApplicationError("of another test", non_retryable=True)
+                kind = activity.info().activity_type
+                world.counts["all"] += 1
+                if kind in world.failing:
+                    world.counts[kind] += 1
+                    raise ApplicationError(
+                        world.failing[kind], type=contracts.PERMANENT_FAILURE, non_retryable=True
+                    )
                 return await super().execute_activity(input)
 
         return Inbound(next)
@@ -180,7 +191,7 @@ async def bench(env: WorkflowEnvironment, world: World) -> AsyncIterator[Bench]:
                     workflows=[TrainingJob, Incident] if queue == m.TASK_QUEUE else [],
                     activities=world.activities(),
                     workflow_runner=workflow_runner(),
-                    interceptors=[OnlyMine(name)],
+                    interceptors=[OnlyMine(name, world)],
                 )
             )
         yield Bench(env.client, env, world, name, m.TASK_QUEUE)

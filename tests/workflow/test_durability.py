@@ -12,6 +12,7 @@ import pytest
 from temporalio.client import WorkflowFailureError, WorkflowUpdateFailedError
 from temporalio.exceptions import CancelledError
 
+from activities import contracts
 from everstep.decide.words import JobPhase, LogClass
 from everstep.spec import messages as m
 from tests.workflow.conftest import Bench
@@ -110,6 +111,41 @@ async def test_a_job_that_cannot_be_closed_waits_for_a_person(bench: Bench) -> N
     del world.failing["close_job"]
     await ask(handle, "cancel", m.CancelRequest(reason="again"))
     assert (await ended(handle)).phase is JobPhase.CANCELLED
+
+
+@pytest.mark.parametrize("failing", sorted(contracts.OPTIONS))
+async def test_an_activity_that_fails_for_good_never_leaves_a_job_that_nobody_can_end(
+    bench: Bench, failing: str
+) -> None:
+    """Whatever it is: the job ends, or waits for a person, and does not try for ever."""
+    world = bench.world
+    world.failing[failing] = "nothing can be done about it"
+    for generation in range(1, 9):
+        world.scripts[generation] = Script(
+            [FIRST, trouble(0)],
+            ranks={0: exited(0, signal=9, step=generation)},
+            unreachable=frozenset({f"m{generation + 1}"}) if generation == 1 else frozenset(),
+            lost=frozenset({"m2"}),
+        )
+    handle = await bench.start(bench.spec(code="/code"))
+    ends = (JobPhase.WAITING_FOR_PERSON, JobPhase.FAILED)
+
+    async def over() -> bool:
+        if failing in ("register_job", "watch_run"):
+            return world.counts[failing] > 0
+        return (await bench.status(handle)).phase in ends
+
+    await bench.until(over)
+    assert world.counts["all"] < 200
+    if failing == "register_job":
+        with pytest.raises(WorkflowFailureError):
+            await ended(handle)
+        return
+    world.failing.clear()
+    await ask(handle, "cancel", m.CancelRequest())
+    assert (await ended(handle)).phase is JobPhase.CANCELLED
+    assert not world.running
+    assert [c.phase for c in world.closed_jobs] == [JobPhase.CANCELLED]
 
 
 async def test_what_was_asked_after_a_cancellation_does_not_undo_it(bench: Bench) -> None:

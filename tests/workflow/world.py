@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from temporalio import activity
-from temporalio.exceptions import ApplicationError
 
-from activities import contracts
 from everstep.decide.attribution import Finding, MachineReport, RankReport, Trigger, attribute
 from everstep.decide.restore import CheckpointId
 from everstep.decide.words import LogClass, RankState, Verdict
@@ -123,7 +121,7 @@ class World:
         """Activities that wait before they do anything; ``watch_end``: watches that were told to
         end, before they do."""
         self.failing: dict[str, str] = {}
-        """Activities that fail for good, and why."""
+        """Activities that fail for good, and why (``conftest.OnlyMine``)."""
 
     def activities(self) -> list[Callable[..., object]]:
         """All implementations, for a worker."""
@@ -143,16 +141,12 @@ class World:
         ]
 
     async def _pass(self, name: str) -> None:
-        """Count the call; wait or fail where the test wants that."""
+        """Count the call, and wait where the test wants that."""
         self.counts[name] += 1
         if name in self.gates:
             while not self.gates[name].is_set():
                 activity.heartbeat()
                 await asyncio.sleep(0.05)
-        if name in self.failing:
-            raise ApplicationError(
-                self.failing[name], type=contracts.PERMANENT_FAILURE, non_retryable=True
-            )
 
     # --- launch
 
@@ -287,6 +281,7 @@ class World:
     @activity.defn
     async def confirm_machines(self, request: m.ConfirmMachines) -> m.ConfirmedMachines:
         await self._pass("confirm_machines")
+        self.running.discard(request.generation)  # who answers is stopped
         script = self.scripts.get(request.generation, Script())
         return m.ConfirmedMachines(
             reports=tuple(
