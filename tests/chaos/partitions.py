@@ -47,10 +47,18 @@ async def networked(folder: Path, machines: int) -> AsyncIterator[tuple[World, N
         await embedded.stop()
 
 
-async def cut_from_the_controller(folder: Path) -> None:
+async def cut_from_one_side(folder: Path) -> None:
+    """One after the other in one world: from the controller, from peers for long, for a while."""
+    async with networked(folder, 2) as (world, embedded):
+        await _cut_from_the_controller(world, embedded)
+        await _cut_from_its_peers(world, embedded)
+        await _cut_from_its_peers_for_a_while(world, embedded)
+
+
+async def _cut_from_the_controller(world: World, embedded: Networked) -> None:
     """Training goes on, and nothing happens."""
-    counter = Counter("controller", folder, steps=400)
-    async with networked(folder, 2) as (world, embedded), world.job(counter) as job:
+    counter = Counter("controller", world.folder, steps=400)
+    async with world.job(counter) as job:
         machine = embedded.network[(await job.at_step(10)).answered[-1]]
         machine.cut_from(CONTROL)
 
@@ -76,16 +84,16 @@ async def _silent(embedded: Networked, machine: Machine) -> bool:
     return False
 
 
-async def cut_from_its_peers(folder: Path) -> None:
+async def _cut_from_its_peers(world: World, embedded: Networked) -> None:
     """Ranks lose each other, nobody is blamed; a person is asked, and after the cut it goes on."""
     counter = Counter(
         "peers",
-        folder,
+        world.folder,
         steps=120,
         flags=("--timeout-s", "3", "--connect-s", "3"),
         policy={"ladder": {"stable_after": "10m", "unclear_restarts_max": 1}},
     )
-    async with networked(folder, 2) as (world, embedded), world.job(counter) as job:
+    async with world.job(counter) as job:
         used = (await job.at_step(10)).answered
         machine, *others = (embedded.network[machine_id] for machine_id in reversed(used))
         machine.cut_from(*(other.address for other in others))
@@ -110,10 +118,12 @@ async def cut_from_its_peers(folder: Path) -> None:
         assert judge.blocked(world.ledger_url) == []
 
 
-async def cut_from_its_peers_for_a_while(folder: Path) -> None:
+async def _cut_from_its_peers_for_a_while(world: World, embedded: Networked) -> None:
     """The cut ends while the next run tries to begin: it heals without anybody."""
-    counter = Counter("while", folder, steps=120, flags=("--timeout-s", "3", "--connect-s", "30"))
-    async with networked(folder, 2) as (world, embedded), world.job(counter) as job:
+    counter = Counter(
+        "while", world.folder, steps=120, flags=("--timeout-s", "3", "--connect-s", "30")
+    )
+    async with world.job(counter) as job:
         used = (await job.at_step(10)).answered
         machine, *others = (embedded.network[machine_id] for machine_id in reversed(used))
         machine.cut_from(*(other.address for other in others))
@@ -218,13 +228,7 @@ async def _stands(pid: int) -> bool:
 
 
 STORIES: dict[str, Callable[[Path], Coroutine[Any, Any, None]]] = {
-    story.__name__: story
-    for story in (
-        cut_from_the_controller,
-        cut_from_its_peers,
-        cut_from_its_peers_for_a_while,
-        cut_off_and_back_with_live_ranks,
-    )
+    story.__name__: story for story in (cut_from_one_side, cut_off_and_back_with_live_ranks)
 }
 
 

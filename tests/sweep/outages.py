@@ -16,7 +16,7 @@ import contextlib
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,15 +65,13 @@ OUTAGES = (
 
 
 @contextlib.asynccontextmanager
-async def world_for(
-    outage: Outage, folder: Path
-) -> AsyncIterator[tuple[World, PostgresServer | None]]:
+async def world_for(part: Part, folder: Path) -> AsyncIterator[tuple[World, PostgresServer | None]]:
     """A world; with its ledger in PostgreSQL where that is what will be killed.
 
     Raises:
         NoPostgres: none can run here.
     """
-    with _database(outage.part == "database") as (server, url):
+    with _database(part == "database") as (server, url):
         async with running(folder, ledger=url) as world:
             yield world, server
 
@@ -126,15 +124,17 @@ async def _start_again(server: PostgresServer) -> None:
     raise NoPostgres("it does not come back")
 
 
-async def play(outage: Outage, folder: Path, seconds: float) -> None:
-    """One outage; fails with an assertion where anything is not as it has to be."""
-    async with world_for(outage, folder) as (world, server):
-        stories: dict[When, Callable[[], Awaitable[None]]] = {
-            "training": lambda: _while_training(outage, world, server, seconds),
-            "recovery": lambda: _in_a_recovery(outage, world, server, seconds),
-        }
-        await stories[outage.during]()
-        assert judge.blocked(world.ledger_url) == []
+async def play(part: Part, when: Sequence[When], folder: Path, seconds: float) -> None:
+    """Outages of one part; fails with an assertion where anything is not as it has to be.
+
+    Raises:
+        NoPostgres: none can run here.
+    """
+    stories = {"training": _while_training, "recovery": _in_a_recovery}
+    async with world_for(part, folder) as (world, server):
+        for during in when:
+            await stories[during](Outage(part, during), world, server, seconds)
+            assert judge.blocked(world.ledger_url) == []
 
 
 async def _while_training(
@@ -190,7 +190,7 @@ async def sweep_outages(minutes: float, only: str = "") -> int:
         verdict = "as it has to be"
         with tempfile.TemporaryDirectory(prefix="everstep-outage-") as folder:
             try:
-                await play(outage, Path(folder), minutes * 60)
+                await play(outage.part, [outage.during], Path(folder), minutes * 60)
             except Exception as error:  # noqa: BLE001 - one outage's failure is a row of the table
                 wrong += 1
                 verdict = f"WRONG: {type(error).__name__}: {error}"[:600]
