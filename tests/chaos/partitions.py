@@ -170,12 +170,15 @@ async def cut_off_and_back_with_live_ranks(folder: Path) -> None:
         assert all(p.is_running() for p in old.values())
         os.kill(pids[3], signal.SIGCONT)
 
-        async def refused() -> bool:
-            return not old[pids[3]].is_running()
+        reader = _progress(state, counter)
 
-        await until("the frozen rank to end", refused)
-        log = state / "runs" / counter.name / "1" / "rank-3.log"
-        assert "StaleGeneration" in log.read_text()
+        async def refused() -> bool:
+            # By the fence, which ends it; or its folder is gone, since the new run has tidied up.
+            seen = reader.read()
+            tidied = seen is not None and seen.save_failed_step == step
+            return tidied or not old[pids[3]].is_running()
+
+        await until("the commit to be refused", refused)
         assert not (_folder(counter, step) / "COMPLETE.json").exists()
         assert old[pids[2]].is_running(), "nobody but the fence has stopped anything there yet"
         machine.plug_in()
@@ -205,9 +208,13 @@ def _folder(counter: Counter, step: int) -> Path:
     return counter.checkpoints / f"step-{step:012d}.g000001"
 
 
+def _progress(state: Path, counter: Counter) -> ProgressReader:
+    return ProgressReader(state / "runs" / counter.name / "1" / "progress" / "rank-3.bin")
+
+
 async def _freeze_within_a_save(state: Path, counter: Counter, pid: int) -> int:
     """Stop rank 3 while it writes its part of a checkpoint; answers the step."""
-    reader = ProgressReader(state / "runs" / counter.name / "1" / "progress" / "rank-3.bin")
+    reader = _progress(state, counter)
     deadline = time.monotonic() + CATCH_LIMIT_S
     while time.monotonic() < deadline:
         os.kill(pid, signal.SIGSTOP)
