@@ -148,7 +148,10 @@ async def cut_off_and_back_with_live_ranks(folder: Path) -> None:
         folder,
         steps=150,
         keep=1000,
-        policy={"detection": {"hang_min": "4s", "machine_lost_after": "3s"}},
+        policy={
+            "detection": {"hang_min": "4s", "machine_lost_after": "3s"},
+            "machines": {"command_timeout": "2s"},
+        },
     )
     async with networked(folder, 3) as (world, embedded), world.job(counter) as job:
         used = (await job.at_step(60)).answered
