@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -38,28 +40,56 @@ def why_not() -> str:
     return "" if made.returncode == 0 else f"no bridge can be made: {made.stderr.strip()}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _networks() -> None:
+@pytest.fixture(scope="module")
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Told]]:
+    """All stories that were asked for, started at once: they mostly wait."""
     reason = why_not()
     if reason:
         pytest.skip(f"partitions are not tested: {reason}")
+    asked = {item.name for item in request.session.items if isinstance(item, pytest.Function)}
+    stories = [story for story in sorted(STORIES) if f"test_partition[{story}]" in asked]
+    running = {story: start(story, tmp_path_factory.mktemp("net")) for story in stories}
+    yield running
+    for one in running.values():
+        one.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A story that is being told."""
+
+    process: subprocess.Popen[bytes]
+    said: Path
+
+    def end(self) -> None:
+        """One that takes too long is interrupted: it ends what it started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(50)
+
+
+def start(story: str, folder: Path) -> Told:
+    command = [sys.executable, "-m", "tests.chaos.partitions", story, str(folder)]
+    said = folder / "said"
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            ["unshare", "--net", "--mount", *command],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'trainer'}"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    return Told(process, said)
 
 
 @pytest.mark.parametrize("story", sorted(STORIES))
-def test_partition(story: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.chaos.partitions", story, str(tmp_path)]
-    process = subprocess.Popen(
-        ["unshare", "--net", "--mount", *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'trainer'}"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def test_partition(story: str, told: dict[str, Told]) -> None:
+    one = told[story]
     try:
-        said, _ = process.communicate(timeout=STORY_LIMIT_S)
+        one.process.wait(STORY_LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it ends what it started
-        said, _ = process.communicate(timeout=50)
-    assert process.returncode == 0, said[-6000:]
+        one.end()
+    assert one.process.returncode == 0, one.said.read_text()[-6000:]

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 async def test_agent_killed_and_back_adopts_its_ranks(world: World) -> None:
-    async with world.job(Counter("agent", world.folder, steps=250)) as job:
+    async with world.job(Counter("agent", world.folder, steps=150)) as job:
         sight = await job.at_step(5)
         for machine_id in sight.answered:
             await job.stage.killed(machine_id)
@@ -47,7 +47,7 @@ async def test_agent_is_away_while_its_ranks_finish(world: World) -> None:
 
 
 async def test_server_killed_for_a_second(world: World) -> None:
-    async with world.job(Counter("server", world.folder, steps=250)) as job:
+    async with world.job(Counter("server", world.folder, steps=150)) as job:
         await job.at_step(5)
         outage = asyncio.create_task(job.stage.outage(TEMPORAL, 1.0))
         await job.more_steps()
@@ -57,7 +57,7 @@ async def test_server_killed_for_a_second(world: World) -> None:
 
 
 async def test_controller_killed_while_training(world: World) -> None:
-    async with world.job(Counter("controller", world.folder, steps=250)) as job:
+    async with world.job(Counter("controller", world.folder, steps=150)) as job:
         await job.at_step(5)
         await job.stage.killed("controller-1")
         await job.more_steps()
