@@ -156,7 +156,7 @@ def test_rank_0_does_not_let_strangers_in(tmp_path: Path) -> None:
 
         hub = threading.Thread(target=member, args=(0,))
         hub.start()
-        stranger = module._join(("127.0.0.1", port), module._HELLO.pack(b"other run", 1), 5.0)
+        stranger = module._join(("127.0.0.1", port), module._HELLO.pack(b"other run", 1), 5.0, 5.0)
         try:
             module._receive(stranger, 1)
         except RuntimeError as error:

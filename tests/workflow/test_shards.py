@@ -77,7 +77,7 @@ async def test_trouble_in_a_later_shard_stops_all_and_its_evidence_fits(
         ranks=collapsed(culprit),
         shards=shards(
             [FIRST, Say("hold", step=40)],
-            [Say("trouble", step=40, observations=(rank_exit(culprit),))],
+            [Say("trouble", step=40, observations=(rank_exit(culprit),), once_held=2)],
             [Say("hold", step=40)],
         ),
     )
@@ -105,7 +105,14 @@ async def test_lost_machine_in_the_last_shard_is_replaced_in_its_place(
         shards=shards(
             [FIRST, Say("hold", step=40)],
             [Say("hold", step=40)],
-            [Say("trouble", step=40, observations=(rank_exit(MACHINES * RANKS - 1),))],
+            [
+                Say(
+                    "trouble",
+                    step=40,
+                    observations=(rank_exit(MACHINES * RANKS - 1),),
+                    once_held=2,
+                )
+            ],
         ),
     )
     world.scripts[2] = Script(shards=shards([FIRST, DONE], [DONE], [DONE]))

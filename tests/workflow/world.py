@@ -33,6 +33,9 @@ class Say:
     step: int | None = None
     observations: tuple[m.ObservationRecord, ...] = ()
     after_s: float = 0.0
+    once_held: int = 0
+    """Speak once this many watches are held. The time-skipping server (not the real one) loses a
+    workflow task that cancels an activity whose completion is just arriving."""
 
 
 @dataclass
@@ -267,6 +270,9 @@ class World:
                 )
         if say.after_s:
             await asyncio.sleep(say.after_s)
+        while self.held_watches < say.once_held:
+            activity.heartbeat()
+            await asyncio.sleep(0.02)
         if say.kind == "succeeded":
             self.running.discard(request.generation)
         return m.WatchResult.model_validate(
