@@ -287,14 +287,9 @@ def test_an_agent_that_is_killed_is_started_again(up: Installation) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-def test_the_demo_profile_trains(up: Installation, tmp_path: Path) -> None:
+def test_the_demo_profile_trains(up: Installation) -> None:
     demo = up.loopback.service("demo")
-    # The image's job spec names a folder of the image.
-    spec = next(Path(part) for part in demo.command if part.endswith("job.yaml"))
-    mapped = tmp_path / "job.yaml"
-    mapped.write_text(up.loopback.text("demo", spec.read_text()))
-    command = [str(mapped) if part == str(spec) else part for part in demo.command]
-    up.processes.start(Runnable("demo", command, [], demo.environment))
+    up.processes.start(Runnable("demo", list(demo.command), [], demo.environment))
 
     def saved() -> bool:
         assert up.processes.running["demo"].poll() is None, up.processes.log("demo")
