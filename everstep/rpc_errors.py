@@ -29,6 +29,10 @@ from everstep.errors import (
 )
 
 _NO_WORKER = "no controller answers for it at the moment (training goes on); look at `everstep up`"
+_TASK_FAILED = (
+    "its last workflow task failed and is tried again (training goes on); the job's history in the "
+    "Temporal UI says why"
+)
 _AWAY = frozenset({RPCStatusCode.UNAVAILABLE, RPCStatusCode.ABORTED, RPCStatusCode.UNKNOWN})
 _LATE = frozenset({RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED})
 SDK_ERRORS = (
@@ -79,6 +83,9 @@ def _from_rpc(error: RPCError, job_id: str) -> EverstepError:
         return ControllerUnreachable(f"{job_id}: {_NO_WORKER}")
     if error.status is RPCStatusCode.FAILED_PRECONDITION and "poller" in message:
         return ControllerUnreachable(f"{job_id}: {_NO_WORKER}")
+    if "Workflow Task in failed state" in message:
+        # A controller that was frozen or starved in the middle of one; a bug of ours at worst.
+        return ControllerUnreachable(f"{job_id}: {_TASK_FAILED}")
     if error.status in _AWAY:
         return ServerUnreachable(f"the Temporal server does not answer: {message}")
     if error.status is RPCStatusCode.INVALID_ARGUMENT and "earch attribute" in message:

@@ -6,6 +6,7 @@ rage longer.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from pathlib import Path
@@ -61,7 +62,19 @@ async def test_whatever_happens_the_job_ends_like_an_uninterrupted_one(tmp_path:
             return status is not None and status.phase is JobPhase.SUCCEEDED
 
         await until("the job's end", ended, limit_s=300)
+        failed = failed_tasks(await job.client.history(counter.name))
+        print(f"failed workflow tasks: {failed}")  # noqa: T201 - shown when the test fails
+        assert not any("NON_DETERMINISTIC" in task for task in failed), failed
         incidents = await job.succeeded()
         assert incidents, "ranks were killed, and nobody noticed"
         assert judge.blocked(world.ledger_url) == []
         assert counter.sha256() == final_sha256(counter.steps)
+
+
+def failed_tasks(history: str) -> list[str]:
+    """Why workflow tasks failed: a thawed controller may say so, but never because of our code."""
+    events = json.loads(history)["events"]
+    found = [event.get("workflowTaskFailedEventAttributes") for event in events]
+    return [
+        f"{one.get('cause')}: {one.get('failure', {}).get('message', '')}" for one in found if one
+    ]
