@@ -89,8 +89,8 @@ async def _cut_from_its_peers(world: World, embedded: Networked) -> None:
     counter = Counter(
         "peers",
         world.folder,
-        steps=120,
-        flags=("--timeout-s", "3", "--connect-s", "3"),
+        steps=80,
+        flags=("--timeout-s", "2", "--connect-s", "2"),
         policy={"ladder": {"stable_after": "10m", "unclear_restarts_max": 1}},
     )
     async with world.job(counter) as job:

@@ -19,7 +19,7 @@ from tests.support import judge
 from tests.support.counting import Counter, final_sha256
 from tests.support.world import running, until
 
-RAGE_S = float(os.environ.get("EVERSTEP_NEMESIS_S", "30"))
+RAGE_S = float(os.environ.get("EVERSTEP_NEMESIS_S", "20"))
 STEP_MS = 50
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(RAGE_S + 500)]

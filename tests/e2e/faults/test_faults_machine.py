@@ -1,4 +1,4 @@
-"""A machine is lost: everything on it dies at once, it is evicted, and the standby takes over.
+"""What is lost: a machine, the power of all, Temporal's database, the room on a disk.
 
 Worlds of their own: an evicted machine stays out, and a power failure takes everything.
 """
@@ -6,9 +6,11 @@ Worlds of their own: an evicted machine stays out, and a power failure takes eve
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from everstep.decide.words import JobPhase, Rung, RunOutcome, Symptom
 from everstep.errors import EverstepError
@@ -18,9 +20,20 @@ from tests.support.counting import Counter
 from tests.support.world import Job, World, running, until
 from workers.embedded import TEMPORAL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 QUICK = {"detection": {"machine_lost_after": "2s"}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def own(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """A world that is taken apart and put together again by the tests of this module."""
+    async with running(tmp_path_factory.mktemp("o")) as world:
+        yield world
 
 
 async def states(world: World, job: Job) -> dict[str, MachineState]:
@@ -59,11 +72,10 @@ async def test_lost_machine_is_evicted_and_replaced_by_the_standby(tmp_path: Pat
             assert (await waiting.ended()).phase is JobPhase.CANCELLED
 
 
-async def test_power_failure_of_everything_resumes_from_the_last_checkpoint(
-    tmp_path: Path,
-) -> None:
-    counter = Counter("power", tmp_path, steps=150)
-    async with running(tmp_path) as world, world.job(counter) as job:
+async def test_power_failure_of_everything_resumes_from_the_last_checkpoint(own: World) -> None:
+    world = own
+    counter = Counter("power", world.folder, steps=100)
+    async with world.job(counter) as job:
         await job.at_step(20)
         for part in (*world.embedded.controller_names, TEMPORAL):
             world.embedded.hold(part)
@@ -90,9 +102,10 @@ async def test_power_failure_of_everything_resumes_from_the_last_checkpoint(
         assert reached - 2 <= second.restore.step <= reached
 
 
-async def test_lost_temporal_database_costs_no_step(tmp_path: Path) -> None:
-    counter = Counter("adopted", tmp_path, steps=300)
-    async with running(tmp_path) as world, world.job(counter) as job:
+async def test_lost_temporal_database_costs_no_step(own: World) -> None:
+    world = own
+    counter = Counter("adopted", world.folder, steps=300)
+    async with world.job(counter) as job:
         await job.at_step(20)
         pids = await job.stage.pids()
         world.embedded.hold(TEMPORAL)
@@ -115,11 +128,11 @@ async def test_lost_temporal_database_costs_no_step(tmp_path: Path) -> None:
         assert (await job.runs())[0].start_reason == "launch"
 
 
-async def test_disk_full_while_saving(tmp_path: Path, small_disk: Path) -> None:
+async def test_disk_full_while_saving(own: World, small_disk: Path) -> None:
     counter = Counter(
-        "disk", tmp_path, steps=250, step_ms=40, checkpoint_dir=small_disk / "ckpt", keep=2
+        "disk", own.folder, steps=250, step_ms=40, checkpoint_dir=small_disk / "ckpt", keep=2
     )
-    async with running(tmp_path) as world, world.job(counter) as job:
+    async with own.job(counter) as job:
         await job.at_step(5)
         ballast = small_disk / "ballast"
         await asyncio.to_thread(fill, ballast)
