@@ -45,7 +45,7 @@ START_RETRY_AFTER_S = 0.3
 CODE_CHECK_MAX_S = 120.0
 """The copy is there already, and is verified."""
 PREPARE_TIMEOUT_MAX_S = 5.0
-"""``prepare_run`` has ten seconds for everything."""
+"""A machine that takes longer to name a port is not one to start on."""
 
 log = structlog.get_logger(__name__)
 

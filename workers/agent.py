@@ -18,7 +18,6 @@ import secrets as random_secrets
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -47,6 +46,7 @@ from everstep.spec.agent_api import (
     RegistrationAnswer,
 )
 from workers.agent_start import AgentConfig, check, listening, own_state
+from workers.signals import end_signals
 
 CRASHED = 1
 FLUSH_MAX_S = 2.0
@@ -148,7 +148,7 @@ class Agent:
     async def run(self) -> int:
         """Serve until the end; returns the exit code."""
         structlog.contextvars.bind_contextvars(machine_id=self.machine.machine_id)
-        with _signals(self._signalled):
+        with end_signals(self._signalled):
             await self.runs.adopt()
             self.ring.emit(
                 EventKind.AGENT_STARTED,
@@ -290,16 +290,3 @@ class Agent:
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps({"url": self.url, "pid": os.getpid()}) + "\n")
             temporary.replace(path)
-
-
-@contextlib.contextmanager
-def _signals(handle: Callable[[int], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,6 +58,7 @@ from workers.endpoint import EndpointParts, Intervals, create_app
 from workers.failpoints import Failpoints, failpoint_config
 from workers.heartbeats import QuickHeartbeats
 from workers.server_wait import prepare_namespace, wait_for_ledger, wait_for_server
+from workers.signals import end_signals
 from workers.telemetry import DRAIN_INTERVAL_S, Telemetry
 
 CRASHED = 1
@@ -143,7 +144,7 @@ class Controller:
             ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
         )
         _quiet_logging()
-        with _signals(self._signalled):
+        with end_signals(self._signalled):
             serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
             working = asyncio.create_task(self._work())
             ending = asyncio.create_task(self._end.wait())
@@ -332,19 +333,6 @@ def all_activities(
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
-
-
-@contextlib.contextmanager
-def _signals(handle: Callable[[int], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 class _CancelledActivity(logging.Filter):
