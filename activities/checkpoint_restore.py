@@ -204,15 +204,27 @@ def _choose(
         found = checkpoints.scan(directory, job_id=request.job_id)
     except OSError as error:
         raise permanent(f"{directory}: cannot be read: {error.strerror}") from None
-    unreadable = {i: line for i, line in found.unreadable.items() if on_lineage(i, earlier)}
+    before = request.before_step
+    unreadable = {
+        i: line
+        for i, line in found.unreadable.items()
+        if on_lineage(i, earlier) and (before is None or i.step < before)
+    }
     candidates = {checkpoint.id: checkpoint for checkpoint in found.complete}
     skipped = [
         f"{checkpoints.folder_name(identity)}: belongs to a line of the job that was given up"
         for identity in candidates
         if not on_lineage(identity, earlier)
     ]
+    if before is not None:
+        skipped += [
+            f"{checkpoints.folder_name(identity)}: not before step {before}, whose loss or "
+            "gradients were not finite"
+            for identity in candidates
+            if identity.step >= before and on_lineage(identity, earlier)
+        ]
     skipped += found.skipped
-    while (identity := newest_restorable(candidates, earlier)) is not None:
+    while (identity := newest_restorable(candidates, earlier, before_step=before)) is not None:
         checkpoint = candidates[identity]
         problem = None
         try:

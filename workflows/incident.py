@@ -15,11 +15,9 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.attribution import Finding
-    from everstep.decide.ladder import decide
     from everstep.decide.words import IncidentState, Rung
     from everstep.spec import messages as m
-    from everstep.spec.limits import ladder_limits
-    from workflows import page
+    from workflows import incidents, page
 
 
 @workflow.defn(name=m.INCIDENT)
@@ -46,24 +44,7 @@ class Incident:
         )
         if record is None:
             finding = diagnosed.finding
-            decision, after = decide(
-                finding,
-                request.ladder,
-                limits=ladder_limits(request.policy.policy),
-                now_s=workflow.now().timestamp(),
-                run_machines=[machine.machine_id for machine in request.machines],
-            )
-            record = m.DecisionRecord(
-                decision_id=f"{request.incident_id}-r{request.round_number}",
-                incident_id=request.incident_id,
-                round_number=request.round_number,
-                finding=finding,
-                state_before=request.ladder,
-                state_after=after,
-                decision=decision,
-                policy_hash=request.policy.hash,
-                decided_at=workflow.now(),
-            )
+            record = incidents.decide_round(request, finding)
         self._show(request, finding, record, diagnosed.evidence)
         await self._record(request, finding, record, diagnosed.evidence)
         if record.decision.rung in (Rung.ASK_PERSON, Rung.GIVE_UP):

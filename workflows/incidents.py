@@ -12,10 +12,12 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.attribution import Finding, MachineReport
+    from everstep.decide.ladder import decide
     from everstep.decide.logs import classify_lines
     from everstep.decide.words import Action, IncidentState, LogClass, Symptom
     from everstep.spec import messages as m
     from everstep.spec.evidence import ROUND_BYTES_MAX, within
+    from everstep.spec.limits import ladder_limits
     from workflows.context import JobContext
     from workflows.state import RECENT_INCIDENTS_MAX, OpenIncident
 
@@ -70,6 +72,29 @@ def open_round(
         ladder=state.ladder,
         policy=context.policy,
         machines=run.machines,
+    )
+
+
+def decide_round(request: m.IncidentInput, finding: Finding) -> m.DecisionRecord:
+    """Take the next rung, with everything that explains it and lets it be decided again."""
+    now = workflow.now()
+    decision, after = decide(
+        finding,
+        request.ladder,
+        limits=ladder_limits(request.policy.policy),
+        now_s=now.timestamp(),
+        run_machines=[ref.machine_id for ref in request.machines],
+    )
+    return m.DecisionRecord(
+        decision_id=f"{request.incident_id}-r{request.round_number}",
+        incident_id=request.incident_id,
+        round_number=request.round_number,
+        finding=finding,
+        state_before=request.ladder,
+        state_after=after,
+        decision=decision,
+        policy_hash=request.policy.hash,
+        decided_at=now,
     )
 
 

@@ -17,8 +17,13 @@ with workflow.unsafe.imports_passed_through():
     from temporalio.exceptions import ActivityError
 
     from activities import contracts
-    from everstep.decide.attribution import Finding, MachineReport, Trigger, attribute
-    from everstep.decide.ladder import decide
+    from everstep.decide.attribution import (
+        Finding,
+        MachineReport,
+        Trigger,
+        all_succeeded,
+        attribute,
+    )
     from everstep.decide.words import (
         Cause,
         Confidence,
@@ -29,7 +34,6 @@ with workflow.unsafe.imports_passed_through():
         RunPhase,
     )
     from everstep.spec import messages as m
-    from everstep.spec.limits import ladder_limits
     from everstep.spec.policy import PolicySnapshot
     from workflows import incidents, page
     from workflows.context import JobContext, cancelled
@@ -73,11 +77,14 @@ async def stop_run(context: JobContext, reason: str, *, planned: bool) -> tuple[
     return tuple(reports)
 
 
-async def recover(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
+async def recover(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> bool:
     """Handle one trouble.
 
     Leaves the job with ``run`` None and ``next_run`` set, or waiting for a person, or with a final
     phase to be finished by the caller.
+
+    Returns:
+        True when it was none: all ranks had finished. The run is still open then.
     """
     state, run = context.state, context.state.run
     if run is None:
@@ -94,6 +101,8 @@ async def recover(context: JobContext, observations: tuple[m.ObservationRecord, 
     reports = await stop_run(context, "the run has failed", planned=False)
     state.policy = await _policy(policy_handle, context.policy)
     reports = await _confirm(context, reports)
+    if all_succeeded(reports, state.spec.world_size):
+        return True
     stopped_at = workflow.now()
     finding = attribute(
         reports,
@@ -114,6 +123,7 @@ async def recover(context: JobContext, observations: tuple[m.ObservationRecord, 
         step=finding.step if finding.step is not None else state.progress.step,
     )
     close_run(context, RunOutcome.FAILED)
+    return False
 
 
 async def _policy(handle: Any, fallback: PolicySnapshot) -> PolicySnapshot:
@@ -164,24 +174,7 @@ async def _decide(context: JobContext, request: m.IncidentInput) -> m.DecisionRe
         result: m.IncidentResult = await (await _start_round(request))
         record = result.decision
     else:
-        decision, after = decide(
-            request.finding,
-            state.ladder,
-            limits=ladder_limits(context.policy.policy),
-            now_s=workflow.now().timestamp(),
-            run_machines=[ref.machine_id for ref in request.machines],
-        )
-        record = m.DecisionRecord(
-            decision_id=f"{request.incident_id}-r{request.round_number}",
-            incident_id=request.incident_id,
-            round_number=request.round_number,
-            finding=request.finding,
-            state_before=state.ladder,
-            state_after=after,
-            decision=decision,
-            policy_hash=context.policy.hash,
-            decided_at=workflow.now(),
-        )
+        record = incidents.decide_round(request, request.finding)
         context.beside(await _start_round(request.model_copy(update={"decision": record})))
     state.ladder = record.state_after
     return record
@@ -230,6 +223,7 @@ async def _carry_out(context: JobContext, record: m.DecisionRecord, finding: Fin
         keep=tuple(ref.machine_id for ref in run.machines),
         avoid=decision.evict,
         incident_id=incident.incident_id,
+        restore_before=_earliest(state.next_run.restore_before, record.finding.nonfinite_step),
     )
     if decision.rung is Rung.ASK_PERSON:
         context.enter(JobPhase.WAITING_FOR_PERSON, decision.reason)
@@ -240,6 +234,10 @@ async def _carry_out(context: JobContext, record: m.DecisionRecord, finding: Fin
     else:
         context.enter(JobPhase.RECOVERING, f"{incident.action}: {record.finding.reason}")
         state.note_incident(IncidentState.OPEN)
+
+
+def _earliest(first: int | None, second: int | None) -> int | None:
+    return min((step for step in (first, second) if step is not None), default=None)
 
 
 def close_run(context: JobContext, outcome: RunOutcome) -> None:

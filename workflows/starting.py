@@ -123,6 +123,7 @@ async def _prepare(context: JobContext) -> tuple[m.ObservationRecord, ...]:
             run_id=run.run_id,
             generation=run.generation,
             checkpoint=state.spec.checkpoint.dir,
+            before_step=state.next_run.restore_before,
         ),
         summary="fence older runs off and choose the restore point",
     )
@@ -155,6 +156,8 @@ async def _prepare(context: JobContext) -> tuple[m.ObservationRecord, ...]:
             "code_path": state.code_path,
         }
     )
+    # The choice stands in the ledger: what it passed over is off the lineage from now on.
+    state.next_run.restore_before = None
     # What an earlier run had reached is not where this one is.
     state.progress = m.Progress(step=point.restore.step if point.restore else None)
     context.rendezvous = (where.master_addr, where.master_port, point.checkpoint_dir)

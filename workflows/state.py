@@ -39,6 +39,8 @@ class NextRun(BaseModel):
     keep: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
     incident_id: str | None = None
+    restore_before: int | None = None
+    """Start before this step: its loss was not finite."""
     waiting_polls: int = 0
 
 

@@ -36,6 +36,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.state import JobState, NextRun, Wish
     from workflows.watching import Watches
 
+ALL_FINISHED = "all ranks finished"
 HISTORY_EVENTS_MAX = 1_000
 """Continue as new beyond this: replay runs at 3,500 events/s against a 2 s task timeout."""
 
@@ -110,7 +111,7 @@ class TrainingJob:
         elif state.wish is Wish.PAUSE:
             await self._pause()
         elif state.run is None:
-            await self._start_next_run()
+            return await self._start_next_run()
         else:
             return await self._follow()
         return None
@@ -158,14 +159,17 @@ class TrainingJob:
 
     # --- starting and following
 
-    async def _start_next_run(self) -> None:
+    async def _start_next_run(self) -> m.JobResult | None:
         context = self._context
         await self._roll_if_due()
         if not await starting.open_run(context):
-            return
+            return None
         problems = await starting.start_run(context)
-        if problems:
-            await recovering.recover(context, problems)
+        return await self._recover(problems) if problems else None
+
+    async def _recover(self, trouble: tuple[m.ObservationRecord, ...]) -> m.JobResult | None:
+        finished = await recovering.recover(self._context, trouble)
+        return await self._finish(JobPhase.SUCCEEDED, ALL_FINISHED) if finished else None
 
     async def _follow(self) -> m.JobResult | None:
         """Follow the run until it ends or something has to be done first."""
@@ -187,11 +191,10 @@ class TrainingJob:
             if trouble:
                 progress.note(context, results)
                 await watches.cancel()
-                await recovering.recover(context, trouble)
-                return None
+                return await self._recover(trouble)
             progress.note(context, results)
             if len(watches.finished) == len(context.shards()):
-                return await self._finish(JobPhase.SUCCEEDED, "all ranks finished")
+                return await self._finish(JobPhase.SUCCEEDED, ALL_FINISHED)
             if state.wish is not None and not watches.handles:
                 return None
             if not watches.handles:
@@ -211,7 +214,9 @@ class TrainingJob:
             if left:
                 workflow.logger.warning("not stopped on all machines", extra={"machines": left})
             state.next_run = NextRun(
-                start_reason="resume", keep=tuple(ref.machine_id for ref in run.machines)
+                start_reason="resume",
+                keep=tuple(ref.machine_id for ref in run.machines),
+                restore_before=state.next_run.restore_before,
             )
             recovering.close_run(context, RunOutcome.STOPPED)
         context.enter(JobPhase.PAUSED, note or "paused")

@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 
 from everstep.decide.evidence import Evidence, gather, named_machines, named_ranks
 from everstep.decide.faults import FaultKind, crashed, describe, kind_of_end, signal_name, signal_of
-from everstep.decide.reports import Finding, MachineReport, RankReport, Trigger
+from everstep.decide.reports import (
+    Finding,
+    MachineReport,
+    RankReport,
+    Trigger,
+    all_succeeded,
+)
 from everstep.decide.words import Cause, Confidence, LogClass, Side, Symptom
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "RankReport",
     "Rule",
     "Trigger",
+    "all_succeeded",
     "attribute",
 ]
 
@@ -80,6 +87,7 @@ def _completed(finding: Finding, rule: str, evidence: Evidence) -> Finding:
         suspects=tuple(sorted(set(finding.suspects))),
         witnesses=tuple(r.rank for r in evidence.witnesses if r.rank not in culprits),
         step=evidence.step,
+        nonfinite_step=evidence.nonfinite_step,
     )
 
 

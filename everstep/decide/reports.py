@@ -6,6 +6,7 @@ histories. Not here: how one follows from the other (``everstep.decide.attributi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
@@ -59,6 +60,22 @@ class MachineReport:
     ranks: tuple[RankReport, ...] = ()
 
 
+def all_succeeded(reports: Sequence[MachineReport], world_size: int) -> bool:
+    """True when every rank of the run ended with 0 by itself and with finite numbers.
+
+    Then there is nothing to recover: a machine that was away at the end looks like trouble until
+    its report is in.
+    """
+    ranks = [rank for report in reports for rank in report.ranks]
+    return len({rank.rank for rank in ranks}) == world_size and all(
+        rank.state is RankState.EXITED
+        and rank.exit_code == 0
+        and not rank.stopped_by_us
+        and rank.nonfinite_step is None
+        for rank in ranks
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """The attribution of one trouble: input of the ladder, shown to people as it is."""
@@ -78,6 +95,9 @@ class Finding:
     witnesses: tuple[int, ...] = ()
     step: int | None = None
     """Highest step any rank reported before the trouble."""
+    nonfinite_step: int | None = None
+    """First step whose reported loss or gradient norm was not finite: what was saved at it or
+    after it must not be restored, however finite later steps were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

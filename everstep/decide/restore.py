@@ -64,7 +64,19 @@ def on_lineage(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool
 
 
 def newest_restorable(
-    complete: Iterable[CheckpointId], lineage: Sequence[LineageEntry]
+    complete: Iterable[CheckpointId],
+    lineage: Sequence[LineageEntry],
+    *,
+    before_step: int | None = None,
 ) -> CheckpointId | None:
-    """The newest complete checkpoint on the lineage, or None to start from scratch."""
-    return max((c for c in complete if on_lineage(c, lineage)), default=None)
+    """The newest complete checkpoint on the lineage, or None to start from scratch.
+
+    Args:
+        complete: complete checkpoints found in storage.
+        lineage: all runs of the job that chose where to start, in any order.
+        before_step: what holds the state after this step or a later one is spoilt (the step's loss
+            was not finite); None: nothing is. Once a run has started before it, the spoilt ones
+            are off the lineage for good.
+    """
+    good = (c for c in complete if before_step is None or c.step < before_step)
+    return max((c for c in good if on_lineage(c, lineage)), default=None)

@@ -344,6 +344,8 @@ class ChooseRestorePoint(Message):
     generation: int
     checkpoint: str | None
     """The spec's directory, or None for the controllers' checkpoint root."""
+    before_step: int | None = None
+    """Start before this step: its loss was not finite. None: no step is in doubt."""
 
 
 class RestorePoint(Message):

@@ -90,10 +90,15 @@ def choose(
     generation: int = 2,
     checkpoint: str | None = None,
     attempt: int = 1,
+    before_step: int | None = None,
     **options: Any,
 ) -> Any:
     request = m.ChooseRestorePoint(
-        job_id=JOB, run_id=f"{JOB}.{generation}", generation=generation, checkpoint=checkpoint
+        job_id=JOB,
+        run_id=f"{JOB}.{generation}",
+        generation=generation,
+        checkpoint=checkpoint,
+        before_step=before_step,
     )
     environment = ActivityEnvironment()
     environment.info = dataclasses.replace(environment.info, attempt=attempt)
@@ -256,6 +261,25 @@ async def test_a_large_one_is_read_whole_after_a_run_that_could_not_use_it(
     result = await choose(tmp_path, ledger, generation=3, verify_bytes_max=10)
     assert result.restore is not None
     assert result.restore.path == str(newest if stepped else older)
+
+
+async def test_what_was_saved_after_a_step_that_was_not_finite_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    good = write(tmp_path / JOB, 10, 1)
+    write(tmp_path / JOB, 20, 1)
+    result = await choose(tmp_path, FakeLedger(*LINE), before_step=20)
+    assert result.restore is not None
+    assert result.restore.path == str(good)
+    assert "not before step 20" in result.skipped[0]
+
+
+async def test_a_spoilt_one_that_cannot_be_read_is_not_waited_for(tmp_path: Path) -> None:
+    good = write(tmp_path / JOB, 10, 1)
+    hide(write(tmp_path / JOB, 20, 1))
+    result = await choose(tmp_path, FakeLedger(*LINE), before_step=20)
+    assert result.restore is not None
+    assert result.restore.path == str(good)
 
 
 async def test_late_commits_of_a_run_that_was_cut_off_are_not_restored(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from everstep.decide.attribution import (
     MachineReport,
     RankReport,
     Trigger,
+    all_succeeded,
     attribute,
 )
 from everstep.decide.faults import FAULTS, fault_of, is_witness
@@ -606,3 +607,20 @@ def test_user_code_is_charged_only_for_what_its_ranks_did(
     finding = attribute(reports, triggers=triggers)
     if finding.cause is Cause.USER_CODE:
         assert finding.culprit_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "finished"),
+    [
+        ([_rank(0, exit_code=0), _rank(1, exit_code=0)], True),
+        ([_rank(0, exit_code=0)], False),
+        ([_rank(0, exit_code=0), _rank(0, exit_code=0)], False),
+        ([_rank(0, exit_code=0), _rank(1, exit_code=1)], False),
+        ([_rank(0, exit_code=0), _rank(1, exit_code=0, stopped_by_us=True)], False),
+        ([_rank(0, exit_code=0), _rank(1, exit_code=0, nonfinite_step=7)], False),
+    ],
+)
+def test_a_run_has_succeeded_when_all_of_its_ranks_have(
+    ranks: list[RankReport], finished: bool
+) -> None:
+    assert all_succeeded(_machines(*ranks), 2) is finished

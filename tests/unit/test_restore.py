@@ -54,6 +54,17 @@ def test_saving_the_restored_state_again_changes_nothing() -> None:
     assert _at(8, 2) == newest_restorable([_at(8, 1), _at(8, 2)], lineage)
 
 
+def test_what_was_saved_at_or_after_a_spoilt_step_is_passed_over() -> None:
+    lineage = [_run(1), _run(2, _at(8, 1))]
+    complete = [_at(4, 1), _at(8, 1), _at(9, 2), _at(12, 2)]
+
+    assert newest_restorable(complete, lineage, before_step=12) == _at(9, 2)
+    assert newest_restorable(complete, lineage, before_step=9) == _at(8, 1)
+    assert newest_restorable(complete, lineage, before_step=4) is None
+    # The run that started before it takes them off the line for good.
+    assert newest_restorable(complete, [*lineage, _run(3, _at(8, 1))]) == _at(8, 1)
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.booleans()), max_size=8))
 def test_a_zombie_never_changes_where_a_job_continues(
     story: list[tuple[int, int, bool]],

@@ -203,23 +203,60 @@ async def test_low_confidence_waits_for_the_closer_look(bench: Bench) -> None:
 
 
 async def test_nan_restarts_from_a_checkpoint_before_it(bench: Bench) -> None:
+    """Later steps may be finite again and saved: they come after the spoilt one all the same."""
     world = bench.world
-    world.checkpoints[1] = 30
+    world.scripts[1] = Script([FIRST, trouble(rank_exit(2))], ranks={2: exited(2, signal=9)})
+    world.checkpoints = {1: 30, 2: 36}
     nonfinite = m.ObservationRecord(
         kind=EventKind.NONFINITE, verdict=Verdict.FAULTY, rank=0, reason="loss is nan at step 33"
     )
-    world.scripts[1] = Script(
-        [FIRST, trouble(nonfinite, step=33)],
+    world.scripts[2] = Script(
+        [FIRST, trouble(nonfinite, step=37)],
         ranks={
-            rank: exited(rank, signal=15, stopped_by_us=True, step=33, nonfinite_step=33)
+            rank: exited(rank, signal=15, stopped_by_us=True, step=37, nonfinite_step=33)
             for rank in range(4)
         },
     )
-    world.scripts[2] = Script([FIRST, DONE])
+    world.scripts[3] = Script([FIRST, trouble(rank_exit(2))], ranks={2: exited(2, signal=9)})
+    world.scripts[4] = Script([FIRST, DONE])
     await (await bench.start()).result()
-    assert world.incidents[f"{bench.name}-1-r1"].symptom is Symptom.NAN_VALUE
-    assert world.started[1].restore is not None
-    assert world.started[1].restore.step == 30
+    assert world.incidents[f"{bench.name}-1-r2"].symptom is Symptom.NAN_VALUE
+    assert [choice.before_step for choice in world.choices] == [None, None, 33, None]
+    assert [run.restore and run.restore.step for run in world.started] == [None, 30, 30, 30]
+    assert world.unused() == []
+
+
+async def test_a_start_that_fails_does_not_forget_the_spoilt_step(bench: Bench) -> None:
+    world = bench.world
+    world.checkpoints = {1: 36}
+    world.scripts[1] = Script(
+        [FIRST, trouble(rank_exit(0), step=37)],
+        ranks={0: exited(0, signal=9, step=37, nonfinite_step=33)},
+    )
+    world.scripts[3] = Script([FIRST, DONE])
+    world.no_port.add(2)
+    await (await bench.start()).result()
+    assert world.no_port == set()
+    assert [choice.before_step for choice in world.choices] == [None, 33, 33]
+    assert [run.restore for run in world.started] == [None, None]
+
+
+async def test_trouble_after_which_all_ranks_turn_out_to_have_finished_is_none(
+    bench: Bench,
+) -> None:
+    world = bench.world
+    away = m.ObservationRecord(
+        kind=EventKind.EARLY_EXIT, verdict=Verdict.FAULTY, machine_id="m1", reason="m2 goes on"
+    )
+    world.scripts[1] = Script(
+        [FIRST, trouble(away, step=100)],
+        ranks={rank: exited(rank, exit_code=0, step=100) for rank in range(4)},
+        unreachable=frozenset({"m2"}),
+    )
+    result = await (await bench.start()).result()
+    assert (result.phase, result.runs, result.incidents) == (JobPhase.SUCCEEDED, 1, 0)
+    assert world.counts["close_run:succeeded"] == 1
+    assert world.counts["confirm_machines"] == 1
 
 
 async def test_refused_start_is_recovered_like_any_trouble(bench: Bench) -> None:

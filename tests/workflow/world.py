@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from temporalio import activity
 
 from everstep.decide.attribution import Finding, MachineReport, RankReport, Trigger, attribute
-from everstep.decide.restore import CheckpointId
+from everstep.decide.restore import CheckpointId, LineageEntry, newest_restorable
 from everstep.decide.words import LogClass, RankState, Verdict
 from everstep.spec import messages as m
 from everstep.spec.agent_api import EventKind, RestorePointPlan
@@ -104,6 +104,11 @@ class World:
         self.blocked: dict[str, str] = {}
         self.scripts: dict[int, Script] = {}
         self.checkpoints: dict[int, int] = {}
+        """Step of the checkpoint that each generation left behind."""
+        self.lineage: list[LineageEntry] = []
+        self.choices: list[m.ChooseRestorePoint] = []
+        self.no_port: set[int] = set()
+        """Generations whose first machine cannot be reached for a port, once each."""
         self.generation = 0
         self.live_run: m.LiveRun | None = None
         self.problem: str | None = None
@@ -190,6 +195,11 @@ class World:
 
     @activity.defn
     async def prepare_run(self, request: m.PrepareRunInput) -> m.PreparedRunResult:
+        if request.generation in self.no_port:
+            self.no_port.discard(request.generation)
+            return m.PreparedRunResult(
+                master_addr="", master_port=0, unreachable="no answer in 5 s"
+            )
         return m.PreparedRunResult(master_addr="127.0.0.1", master_port=20000 + request.generation)
 
     @activity.defn
@@ -328,14 +338,18 @@ class World:
 
     @activity.defn
     async def choose_restore_point(self, request: m.ChooseRestorePoint) -> m.RestorePoint:
-        steps = [
-            CheckpointId(step=step, generation=generation)
-            for generation, step in self.checkpoints.items()
-            if generation < request.generation
-        ]
-        if not steps:
+        self.choices.append(request)
+        newest = newest_restorable(
+            (
+                CheckpointId(step=step, generation=generation)
+                for generation, step in self.checkpoints.items()
+            ),
+            self.lineage,
+            before_step=request.before_step,
+        )
+        self.lineage.append(LineageEntry(generation=request.generation, restored=newest))
+        if newest is None:
             return m.RestorePoint(checkpoint_dir="/ckpt")
-        newest = max(steps)
         return m.RestorePoint(
             restore=RestorePointPlan(
                 step=newest.step, generation=newest.generation, path=f"/ckpt/{newest.step}"
