@@ -1,5 +1,6 @@
 """Partial policies: a file or a job's ``policy`` block, laid over a whole one key by key.
 
+A file may hold every key; a job's block only those that are not marked as the fleet's own.
 No I/O: workflows and activities use it on what they were given. Files are ``everstep.spec.load``.
 """
 
@@ -12,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from everstep.spec.errors import Loc, Problem, SpecError, dotted, problems_of, show, suggest
-from everstep.spec.policy import Policy, PolicySnapshot
+from everstep.spec.policy import FleetOnly, Policy, PolicySnapshot
 
 HASH_DIGITS = 16
 
@@ -42,15 +44,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlay_problems(over: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """What is wrong with a partial policy, each key judged by itself."""
-    return tuple(problem for problem, _ in _section_problems(Policy, over, ()))
+    """What is wrong with a job's overrides, each key judged by itself."""
+    return tuple(problem for problem, _ in _section_problems(Policy, over, (), of_job=True))
 
 
 def with_overrides(policy: Policy, over: Mapping[str, Any]) -> Policy:
-    """``policy`` with a partial one laid over it.
+    """``policy`` with a job's overrides laid over it.
 
     Raises:
-        SpecError: a key of ``over`` is not known or its value not accepted.
+        SpecError: a key of ``over`` is not known, its value not accepted, or it is the fleet's.
     """
     found = overlay_problems(over)
     if found:
@@ -80,25 +82,35 @@ def snapshot(policy: Policy, source: str, overrides: Mapping[str, Any]) -> Polic
 
 
 def overlay_locs(over: Mapping[str, Any]) -> tuple[tuple[Problem, Loc], ...]:
-    """As ``overlay_problems``, with the path of each for finding its line."""
-    return tuple(_section_problems(Policy, over, ()))
+    """What is wrong with a fleet's partial policy, with the path of each for finding its line."""
+    return tuple(_section_problems(Policy, over, (), of_job=False))
 
 
 def _section_problems(
-    model: type[BaseModel], over: Mapping[str, Any], loc: Loc
+    model: type[BaseModel], over: Mapping[str, Any], loc: Loc, *, of_job: bool
 ) -> list[tuple[Problem, Loc]]:
     found: list[tuple[Problem, Loc]] = []
+    fields = model.model_fields
+    open_keys = [key for key in fields if not (of_job and _fleet_only(fields[key]))]
     for key, value in over.items():
         here = (*loc, key)
-        field = model.model_fields.get(key)
+        field = fields.get(key)
         if field is None:
-            accepted = suggest(str(key), model.model_fields)
+            accepted = suggest(str(key), open_keys)
             found.append((Problem(dotted(here), "a key that is not known", accepted), here))
             continue
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        mark = _fleet_only(field) if of_job else None
+        if mark is not None:
+            accepted = (
+                f"{key} is the fleet's ({mark.why}): set it in config/policy.yaml; "
+                f"a job may override {', '.join(sorted(open_keys))}"
+            )
+            found += _refused(_section(field), value, here, accepted)
+            continue
+        section = _section(field)
+        if section is not None:
             if isinstance(value, Mapping):
-                found += _section_problems(section, value, here)
+                found += _section_problems(section, value, here, of_job=of_job)
             else:
                 problem = Problem(
                     dotted(here), show(value, loc=here), "a section with keys is needed"
@@ -107,6 +119,31 @@ def _section_problems(
             continue
         found += [(p, here) for p in _value_problems(field.rebuild_annotation(), value, here)]
     return found
+
+
+def _refused(
+    section: type[BaseModel] | None, value: Any, loc: Loc, accepted: str
+) -> list[tuple[Problem, Loc]]:
+    """A problem for each key that a job sets there; none for a section that it leaves empty."""
+    if section is None or not isinstance(value, Mapping):
+        return [(Problem(dotted(loc), show(value, loc=loc), accepted), loc)]
+    found: list[tuple[Problem, Loc]] = []
+    for key, inner in value.items():
+        here = (*loc, key)
+        # The value of a key that is not known may be a secret.
+        known = key in section.model_fields
+        got = show(inner, loc=here) if known else "a key that is not known"
+        found.append((Problem(dotted(here), got, accepted), here))
+    return found
+
+
+def _fleet_only(field: FieldInfo) -> FleetOnly | None:
+    return next((mark for mark in field.metadata if isinstance(mark, FleetOnly)), None)
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _value_problems(annotation: Any, value: Any, loc: Loc) -> list[Problem]:

@@ -2,11 +2,13 @@
 
 There are no defaults in code. ``config/policy.yaml`` of the installation is the default, each value
 there tagged ``paper`` or ``ours: reason``; an operator's file and a job's ``policy`` block are laid
-over it key by key. Loading, merging and error lines are in ``everstep.spec.load``.
+over it key by key. A key or section marked ``FleetOnly`` is the file's alone. Merging and refusing
+are in ``everstep.spec.overlay``, loading is in ``everstep.spec.load``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Literal
 
@@ -65,10 +67,24 @@ Grace = Annotated[Duration, AfterValidator(_within_a_day)]
 """A time that a teardown may take; may be 0s."""
 
 
+@dataclass(frozen=True, slots=True)
+class FleetOnly:
+    """Marks a key, or a section with all its keys, that a job's ``policy`` block cannot override.
+
+    It belongs on what agents and controllers do once for all jobs, where a value of one job's own
+    would change what that job believes and not what happens; and on room that all jobs share.
+    """
+
+    why: str
+    """What is shared, for the line that refuses it."""
+
+
 class DetectionPolicy(StrictModel):
     """How trouble is noticed."""
 
-    heartbeat_interval: Annotated[Span, AfterValidator(_before_silence)]
+    heartbeat_interval: Annotated[
+        Span, AfterValidator(_before_silence), FleetOnly("an agent has one rhythm for all jobs")
+    ]
     """How often an agent's event stream carries a heartbeat line."""
     watch_lost_after: Annotated[Span, AfterValidator(_longer_than_a_heartbeat)]
     """How long a watch may be silent before another controller takes it over (Temporal's
@@ -137,7 +153,7 @@ class MachinePolicy(StrictModel):
     command_timeout: Annotated[Span, AfterValidator(_within_a_minute)]
     """How long a controller waits for an agent's answer to a command, without the teardown's own
     time."""
-    register_interval: Span
+    register_interval: Annotated[Span, FleetOnly("an agent registers once for all jobs")]
     """How often an agent repeats its registration (it learns of fences and of its eviction so)."""
 
 
@@ -165,8 +181,8 @@ class Policy(StrictModel):
     ladder: LadderPolicy
     teardown: TeardownPolicy
     machines: MachinePolicy
-    notify: NotifyPolicy
-    retention: RetentionPolicy
+    notify: Annotated[NotifyPolicy, FleetOnly("controllers have one webhook for all jobs")]
+    retention: Annotated[RetentionPolicy, FleetOnly("disks and ledger are shared by all jobs")]
 
 
 class PolicySnapshot(Message):

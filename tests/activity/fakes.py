@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from everstep.decide.words import RankState
 from everstep.machine.client import AgentRefused, AgentUnreachable
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
-from everstep.spec.load import load_policy, snapshot_for_job
+from everstep.spec.load import load_policy, policy_from_text, snapshot_for_job
 from everstep.spec.policy import PolicySnapshot
 
 JOB, RUN, GENERATION, RING = "job", "job.3", 3, "0123456789abcdef"
@@ -21,8 +22,9 @@ Line = api.HelloLine | api.EventLine | api.HeartbeatLine | api.GapLine
 
 
 def policy(**overrides: Any) -> PolicySnapshot:
-    """The default policy with a job's overrides, by section."""
-    return snapshot_for_job(load_policy(None), overrides)
+    """The default policy with changes by section, the fleet's own keys included."""
+    changed = policy_from_text(json.dumps(overrides), "the test's policy")
+    return snapshot_for_job(changed, {})
 
 
 def refs(*machine_ids: str) -> tuple[m.MachineRef, ...]:

@@ -24,7 +24,6 @@ from everstep.ledger import RunRow
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 POLICY: dict[str, Any] = {
     "detection": {
-        "heartbeat_interval": "500ms",
         # Far above what a busy machine does to a step: tests that want a hang say so.
         "hang_min": "40s",
         "exit_skew_max": "15s",

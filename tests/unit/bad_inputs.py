@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 SPEC_KEYS = "accepted here: checkpoint, code, command, env, labels, layout, machines, name, policy, ranks_per_machine, working_dir"
 SECTIONS = "accepted here: detection, ladder, machines, notify, retention, teardown"
+JOB_SECTIONS = "detection, ladder, machines, teardown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,13 @@ BAD_SPECS: tuple[BadInput, ...] = (
     _job("an unknown axis", "layout: {zp: 2}\n", "{file}:3: layout.zp: got a key that is not known; accepted here: cp, dp, ep, order, pp, tp"),
     _job("a relative checkpoint directory", "checkpoint: {dir: ckpt}\n", "{file}:3: checkpoint.dir: got 'ckpt'; must be an absolute path that every machine of the job can reach"),
     _job("a bad override", "policy:\n  ladder:\n    stable_after: 5\n", "{file}:5: policy.ladder.stable_after: got 5; a duration needs a unit: write 5s, 5m or 5h"),
-    _job("an unknown override", "policy:\n  detect: {}\n", f"{{file}}:4: policy.detect: got a key that is not known; did you mean detection? {SECTIONS}"),
+    _job("an unknown override", "policy:\n  detect: {}\n", f"{{file}}:4: policy.detect: got a key that is not known; did you mean detection? accepted here: {JOB_SECTIONS}"),
+    _job("the fleet's registrations", "policy:\n  machines:\n    register_interval: 1h\n", "{file}:5: policy.machines.register_interval: got '1h'; register_interval is the fleet's (an agent registers once for all jobs): set it in config/policy.yaml; a job may override command_timeout, command_validity, wait_poll_interval"),
+    _job("the fleet's heartbeats", "policy:\n  detection: {heartbeat_interval: 500ms}\n", "{file}:4: policy.detection.heartbeat_interval: got '500ms'; heartbeat_interval is the fleet's (an agent has one rhythm for all jobs): set it in config/policy.yaml; a job may override blind_job_after, exit_skew_max, first_step_max, hang_factor, hang_min, machine_lost_after, progress_report_interval, section_max, settle_window, watch_lost_after"),
+    _job("the fleet's ledger", "policy:\n  retention:\n    observations: 24h\n", f"{{file}}:5: policy.retention.observations: got '24h'; retention is the fleet's (disks and ledger are shared by all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
+    _job("the fleet's webhook", "policy: {notify: {webhook_url_env: MY_HOOK}}\n", f"{{file}}:3: policy.notify.webhook_url_env: got a value that is not shown; notify is the fleet's (controllers have one webhook for all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
+    _job("a misspelt key of the fleet's", "policy: {notify: {url: 'https://hooks.example/T0/key'}}\n", f"{{file}}:3: policy.notify.url: got a key that is not known; notify is the fleet's (controllers have one webhook for all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
+    _job("a section of the fleet's without keys", "policy:\n  retention: 20\n", f"{{file}}:4: policy.retention: got 20; retention is the fleet's (disks and ledger are shared by all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
     BadInput("a torchrun range", "name: job\ncommand: torchrun --nnodes 1:4 t.py\n", "{file}:2: command: got --nnodes 1:4; one number, like --nnodes 2: a job runs on a fixed number of machines, and those that fail are replaced"),
     BadInput("two numbers of machines", "name: job\ncommand: torchrun --nnodes 4 t.py\nmachines: 2\n", "{file}:2: command: got --nnodes 4 in the command, and machines: 2; give the number once, or twice the same (the command means machines: 4)"),
     BadInput("a wrapped torchrun", "name: job\ncommand: [bash, -c, torchrun t.py]\n", "{file}:2: command: got torchrun inside 'bash'; it would start a launcher for every rank: write the torchrun command itself as `command` (variables under `env`)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from everstep.spec import load
 from everstep.spec.errors import SpecError, format_validation_error
 from everstep.spec.job import JobSpec
+from everstep.spec.policy import FleetOnly, Policy
 from everstep.spec.yaml_text import locator, plain_data
 from tests.unit.bad_inputs import BAD_POLICIES, BAD_SPECS, BadInput
 
@@ -219,6 +222,54 @@ def test_bad_overrides_are_refused_under_their_key() -> None:
     assert caught.value.lines == (
         "policy.ladder.stable_after: got 5; a duration needs a unit: write 5s, 5m or 5h",
     )
+
+
+def _keys_of_the_fleet() -> list[tuple[str, str]]:
+    """Every (section, key) that is marked, by itself or with its section."""
+
+    def marked(field: FieldInfo) -> bool:
+        return any(isinstance(mark, FleetOnly) for mark in field.metadata)
+
+    return [
+        (section, key)
+        for section, above in Policy.model_fields.items()
+        for key, field in above.annotation.model_fields.items()  # type: ignore[union-attr]
+        if marked(above) or marked(field)
+    ]
+
+
+def test_the_page_lists_what_is_the_fleets_alone() -> None:
+    page = (ROOT / "docs" / "policy.md").read_text()
+    listed = re.findall(r"^- `(\w+)\.(\w+)`$", page, re.MULTILINE)
+
+    assert _keys_of_the_fleet() == listed
+    assert ("machines", "register_interval") in listed
+
+
+def test_a_job_may_override_every_key_but_the_fleets() -> None:
+    """Each with the default's own value: nothing but the mark decides."""
+    loaded = load.load_policy(None, environ={})
+    marked = _keys_of_the_fleet()
+    for section, values in loaded.policy.model_dump(mode="json").items():
+        for key, value in values.items():
+            over = {section: {key: value}}
+            file = load.policy_from_text(json.dumps(over), "fleet.yaml")
+            assert loaded.hash == file.hash
+            if (section, key) in marked:
+                with pytest.raises(SpecError, match="is the fleet's") as caught:
+                    load.snapshot_for_job(loaded, over)
+                (line,) = caught.value.lines
+                assert line.startswith(f"policy.{section}.{key}: got ")
+                with pytest.raises(ValidationError, match="is the fleet's"):
+                    JobSpec.model_validate({"name": "job", "command": "x", "policy": over})
+            else:
+                assert loaded.hash == load.snapshot_for_job(loaded, over).hash
+
+
+def test_a_section_of_the_fleet_that_a_job_leaves_empty_overrides_nothing() -> None:
+    loaded = load.load_policy(None, environ={})
+
+    assert loaded.hash == load.snapshot_for_job(loaded, {"retention": {}, "notify": {}}).hash
 
 
 def test_order_of_lookup(tmp_path: Path) -> None:
