@@ -83,7 +83,10 @@ class Machines(Part):
         )
 
     def release(self, machine_id: str, *, reason: str, by: str, now: datetime) -> bool:
-        """Let an evicted machine back in; False when it was not evicted."""
+        """Let an evicted machine back in; False when it was not evicted.
+
+        It is leased again only after its next registration, whose answer tells the agent.
+        """
         return self._database.write(
             lambda session: _release(session, machine_id, reason, by, now),
             locks=[FLEET],
@@ -112,8 +115,8 @@ def _register(session: Session, request: Registration, now: datetime) -> Machine
         for name, value in _facts(request).items():
             setattr(machine, name, value)
         machine.last_seen_at = max(now, machine.last_seen_at)
+    evicted = machine.told_evicted = bool(live_blocks(session, [request.machine_id]))
     session.add(machine)
-    evicted = bool(live_blocks(session, [request.machine_id]))
     fences = {
         job_id: fence
         for job_id in sorted(request.jobs)

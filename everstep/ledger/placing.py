@@ -19,7 +19,7 @@ class Candidate:
     machine_id: str
     slots: int
     live: bool
-    """Its agent has registered lately."""
+    """Its agent has registered lately, and does not take itself for evicted."""
     blocked: bool
     holder: str | None
     """The job that leases it."""

@@ -55,8 +55,9 @@ class Runs(Part):
         """Claim machines and open the next run; all or nothing.
 
         A kept machine that is not blocked keeps its place. Other places are filled with machines
-        that are idle, seen lately, big enough and not to be avoided. When machines are missing,
-        nothing is opened or leased. A run of the job that is still open is superseded.
+        that are idle, seen lately, big enough, not to be avoided and not told that they are
+        evicted. When machines are missing, nothing is opened or leased. A run of the job that is
+        still open is superseded.
 
         Args:
             request: what is wanted. Its instant is of the workflow's clock, which is the Temporal
@@ -189,7 +190,9 @@ def _choose(session: Session, request: OpenRun, job: t.Job, now: datetime) -> li
         Candidate(
             machine_id=machine.machine_id,
             slots=machine.slots,
-            live=machine.last_seen_at >= seen_since,
+            # Told by answers, not by instants: who releases and who registers have clocks of
+            # their own, and the two transactions may cross.
+            live=machine.last_seen_at >= seen_since and not machine.told_evicted,
             blocked=machine.machine_id in blocks,
             holder=leases[machine.machine_id].job_id if machine.machine_id in leases else None,
         )

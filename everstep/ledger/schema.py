@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest migration's revision; a test holds it against the scripts."""
 _ALEMBIC = threading.Lock()
 """Alembic's context is a global of the process."""

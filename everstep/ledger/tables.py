@@ -20,6 +20,7 @@ from sqlalchemy import (
     Index,
     MetaData,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlmodel import Field, SQLModel
@@ -70,6 +71,9 @@ class Machine(Table, table=True):
     agent_boot_id: str
     replaced_boot_id: str | None = None
     """The boot before this one. It is refused while this one lives: the newest boot wins."""
+    told_evicted: bool = Field(default=False, sa_column_kwargs={"server_default": false()})
+    """What its last registration was answered. An agent that was told so starts nothing until it is
+    told otherwise, also when its block has been released meanwhile."""
     first_seen_at: datetime = Field(sa_type=UtcTime)
     last_seen_at: datetime = Field(sa_type=UtcTime)
 

@@ -21,6 +21,7 @@ from sqlalchemy import text
 from everstep.decide.words import JobPhase
 from everstep.ledger import Ledger, LedgerUnavailable
 from everstep.ledger.database import Database
+from everstep.ledger.schema import HEAD
 from everstep.spec import messages as m
 from everstep.spec.policy import PolicySnapshot
 from tests.ledger.contender import FLEET, fleet_eviction
@@ -198,9 +199,9 @@ def test_processes_race_for_a_machine_and_one_gets_it(url: str, fleet: Fleet) ->
 def test_processes_that_migrate_at_once_do_the_work_once(empty_url: str) -> None:
     answers = race(empty_url, *({"do": "migrate"} for _ in range(AT_ONCE)))
 
-    assert answers == ['"0001"'] * AT_ONCE
+    assert answers == [json.dumps(HEAD)] * AT_ONCE
     ledger = Ledger(empty_url)
-    assert ledger.check() == "0001"
+    assert ledger.check() == HEAD
     ledger.close()
 
 

@@ -45,6 +45,7 @@ _MACHINE = {
     "version": "v",
     "labels": {},
     "agent_boot_id": "b",
+    "told_evicted": False,
     "first_seen_at": at(0),
     "last_seen_at": at(0),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.ledger import LedgerConflict, MachineState
-from tests.ledger.support import Fleet, at
+from tests.ledger.support import Fleet, at, names
 
 
 def test_registering_again_updates_the_machine_and_keeps_when_it_came(fleet: Fleet) -> None:
@@ -167,6 +167,39 @@ def test_an_eviction_for_an_unknown_job_is_refused(fleet: Fleet) -> None:
 
     with pytest.raises(LedgerConflict, match="job train: not in this ledger"):
         fleet.evict("m1")
+
+
+@pytest.mark.parametrize("clock_off_s", [-3600, 0, 3600])
+def test_a_released_machine_is_leased_once_its_agent_has_heard_of_it(
+    fleet: Fleet, clock_off_s: float
+) -> None:
+    """Until then the agent refuses to start ranks; and who releases has a clock of its own."""
+    fleet.machines("m1", "m2")
+    fleet.job()
+    fleet.open()
+    fleet.evict("m1")
+    assert fleet.machine("m1", seconds=50).evicted
+    fleet.ledger.release("m1", reason="repaired", by="ann", now=at(60 + clock_off_s))
+    fleet.machine("m2", seconds=61)
+
+    assert fleet.open(keep=("m1", "m2"), seconds=61).shortfall == 1
+    assert fleet.open(machines_needed=1, seconds=61, avoid=("m2",)).shortfall == 1
+    assert fleet.state("m1") == "idle"
+
+    assert not fleet.machine("m1", seconds=62).evicted
+    assert names(fleet.open(keep=("m1", "m2"), seconds=63)) == ["m1", "m2"]
+
+
+def test_a_machine_that_never_heard_of_its_eviction_is_leased_right_after_its_release(
+    fleet: Fleet,
+) -> None:
+    fleet.machines("m1", "m2")
+    fleet.job()
+    fleet.open()
+    fleet.evict("m1")
+    fleet.ledger.release("m1", reason="a mistake", by="ann", now=at(60))
+
+    assert names(fleet.open(keep=("m1", "m2"))) == ["m1", "m2"]
 
 
 def test_a_released_machine_can_be_leased_and_evicted_again(fleet: Fleet) -> None:

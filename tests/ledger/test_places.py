@@ -15,6 +15,7 @@ from sqlalchemy import text
 
 from everstep.ledger import Ledger, LedgerError, LedgerUnavailable
 from everstep.ledger.files import filesystem_of
+from everstep.ledger.schema import HEAD
 from everstep.spec.policy import PolicySnapshot
 from tests.ledger.postgres import PostgresServer
 from tests.ledger.support import Fleet, at, database, incident, report
@@ -122,7 +123,7 @@ def test_a_newer_schema_is_refused_and_left_as_it_is(ledger: Ledger) -> None:
             assert line_of(caught.value)
     finally:
         with database(ledger)._engine.begin() as connection:
-            connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+            connection.execute(text(f"UPDATE alembic_version SET version_num = '{HEAD}'"))
 
 
 def test_damage_is_found_and_said(

@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import inspect
+from sqlalchemy import inspect, text
 from sqlalchemy.exc import StatementError
 
 from everstep.ledger import Ledger
@@ -18,7 +18,8 @@ from everstep.ledger.schema import HEAD, scripts
 from everstep.ledger.tables import Table
 from everstep.ledger.types import clean_json, clean_text
 from everstep.spec.agent_api import Registration
-from tests.ledger.support import Fleet, database
+from everstep.spec.policy import PolicySnapshot
+from tests.ledger.support import Fleet, at, database
 
 
 def test_migrating_from_empty_makes_what_the_models_say(empty_url: str) -> None:
@@ -45,6 +46,29 @@ def test_migrating_from_empty_makes_what_the_models_say(empty_url: str) -> None:
         "uq_policy_applications_active",
         "uq_runs_open",
     }
+
+
+def test_machines_that_are_evicted_when_the_ledger_is_migrated_count_as_told(
+    empty_url: str, policy: PolicySnapshot
+) -> None:
+    ledger = Ledger(empty_url)
+    ledger.migrate()
+    fleet = Fleet(ledger, policy)
+    fleet.machines("m1", "m2")
+    fleet.job()
+    fleet.open()
+    fleet.evict("m1")
+    with database(ledger)._engine.begin() as connection:  # as the version before left it
+        connection.execute(text("ALTER TABLE machines DROP COLUMN told_evicted"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+
+    assert ledger.migrate() == HEAD
+    ledger.release("m1", reason="repaired", by="ann", now=at(60))
+
+    assert fleet.open(keep=("m1", "m2")).shortfall == 1
+    fleet.machine("m1", seconds=1)
+    assert fleet.open(keep=("m1", "m2")).shortfall == 0
+    ledger.close()
 
 
 def test_revisions_form_one_line() -> None:

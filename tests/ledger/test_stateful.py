@@ -38,6 +38,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.evictions: list[tuple[m.EvictMachines, m.EvictedMachines]] = []
         self.generations: dict[str, int] = dict.fromkeys(JOBS, 0)
         self.ended: set[str] = set()
+        self.told_evicted: set[str] = set()
         self.fleet.machines(*MACHINES)
         for job in JOBS:
             self.fleet.job(job)
@@ -68,6 +69,7 @@ class LedgerLife(RuleBasedStateMachine):
             assert before[machine_id].state is not MachineState.EVICTED
             assert before[machine_id].job_id in (None, job)
             assert machine_id not in avoid
+            assert machine_id not in self.told_evicted, "its agent refuses to start"
         assert {name for name, holder in self.fleet.holders().items() if holder == job} == set(
             chosen
         )
@@ -124,7 +126,10 @@ class LedgerLife(RuleBasedStateMachine):
     @rule(machine_id=machine_ids, job=jobs, generation=st.integers(1, 4))
     def come_back_with_ranks(self, machine_id: str, job: str, generation: int) -> None:
         """A machine may go on only with the run that is open and holds it."""
-        fence = self.fleet.machine(machine_id, jobs={job: generation}).fences.get(job)
+        standing = self.fleet.machine(machine_id, jobs={job: generation})
+        assert standing.evicted is (self.fleet.state(machine_id) == MachineState.EVICTED)
+        (self.told_evicted.add if standing.evicted else self.told_evicted.discard)(machine_id)
+        fence = standing.fences.get(job)
         if self.generations[job] == 0:
             assert fence is None
             return
