@@ -1,4 +1,8 @@
-"""The time-skipping server, one a session, and a worker with a scripted fleet for each test."""
+"""The real server with time skipping, one a session, and a worker with a scripted fleet a test.
+
+Not the separate time-skipping test server: that one loses a workflow task now and then, when an
+activity is cancelled while its completion is arriving, and then keeps its clock locked.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +46,12 @@ ATTRIBUTES = ("EverstepState", "EverstepSymptom", "EverstepCodeVersion")
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def env() -> AsyncIterator[WorkflowEnvironment]:
     """The time-skipping server with our search attributes."""
-    environment = await WorkflowEnvironment.start_time_skipping(
-        test_server_existing_path=shutil.which("temporal-test-server", path=_bin()),
+    environment = await WorkflowEnvironment.start_time_skipping_v2(
+        dev_server_existing_path=shutil.which("temporal", path=_bin()),
+        dev_server_extra_args=[
+            "--dynamic-config-value",
+            "frontend.WorkflowTimeSkippingEnabled=true",
+        ],
         data_converter=pydantic_data_converter,
     )
     async with environment:

@@ -173,7 +173,6 @@ async def test_incident_closes_when_stable(bench: Bench, default_policy: Any) ->
     world.scripts[2] = Script([FIRST, *ticks, Say("hold")])
     handle = await bench.start()
     await bench.until(lambda: world.held_watches > 0)
-    await bench.env.sleep(timedelta(0))
     status = await bench.status(handle)
     # Virtual time stands still while a watch is held: the incident is open until a later tick.
     assert status.open_incident == f"{bench.name}-1"
@@ -317,9 +316,10 @@ async def test_people_are_told_once_that_a_job_waits_long_for_machines(bench: Be
     world.scripts[1] = Script([FIRST, DONE])
     handle = await bench.start()
     await bench.until_phase(handle, JobPhase.WAITING_FOR_MACHINES)
+    # The waits between the looks are virtual time.
+    await bench.until(lambda: world.notes != [], limit=1600)
     polls = world.counts["open_run"]
-    while world.counts["open_run"] < polls + 20:
-        await bench.env.sleep(timedelta(seconds=30))
+    await bench.until(lambda: world.counts["open_run"] >= polls + 5, limit=1600)
     assert ["1 of 2 machines" in n.text for n in world.notes] == [True]
     world.idle += ["m9"]
     assert (await handle.result()).runs == 1
