@@ -34,8 +34,7 @@ class Say:
     observations: tuple[m.ObservationRecord, ...] = ()
     after_s: float = 0.0
     once_held: int = 0
-    """Speak once this many watches are held. The time-skipping server (not the real one) loses a
-    workflow task that cancels an activity whose completion is just arriving."""
+    """Speak once this many watches are held: by then the others have said what they have."""
 
 
 @dataclass
