@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -91,8 +92,9 @@ def test_a_rank_that_stands_still_makes_the_others_time_out(tmp_path: Path) -> N
         # As an agent would, when the others are gone.
         while not stopped.wait(0.05):
             for process in psutil.Process().children():
-                if process.status() == psutil.STATUS_STOPPED and both_gave_up():
-                    process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() == psutil.STATUS_STOPPED and both_gave_up():
+                        process.kill()
 
     stopped = threading.Event()
     agent = threading.Thread(target=kill_the_frozen_one)

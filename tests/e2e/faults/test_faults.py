@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -178,8 +179,13 @@ async def test_all_ranks_killed_at_once(world: World) -> None:
     async with world.job(counter) as job:
         await job.at_step(5)
         pids = await job.stage.pids()
+        killed = 0
         for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
+            # The agent may be quicker with the last ones.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        assert killed
         incidents = await job.succeeded()
         assert len(incidents) == 1
         assert not set(pids.values()) & {process.pid for process in world.ranks()}
