@@ -34,7 +34,7 @@ from everstep.decide.restore import (
     LineageEntry,
     in_doubt,
     newest_restorable,
-    on_lineage,
+    passed_over,
 )
 from everstep.machine import checkpoints
 from everstep.spec import messages as m
@@ -208,21 +208,14 @@ def _choose(
     unreadable = {
         i: line
         for i, line in found.unreadable.items()
-        if on_lineage(i, earlier) and (before is None or i.step < before)
+        if passed_over(i, earlier, before_step=before) is None
     }
     candidates = {checkpoint.id: checkpoint for checkpoint in found.complete}
     skipped = [
-        f"{checkpoints.folder_name(identity)}: belongs to a line of the job that was given up"
+        f"{checkpoints.folder_name(identity)}: {reason}"
         for identity in candidates
-        if not on_lineage(identity, earlier)
+        if (reason := passed_over(identity, earlier, before_step=before)) is not None
     ]
-    if before is not None:
-        skipped += [
-            f"{checkpoints.folder_name(identity)}: not before step {before}, whose loss or "
-            "gradients were not finite"
-            for identity in candidates
-            if identity.step >= before and on_lineage(identity, earlier)
-        ]
     skipped += found.skipped
     while (identity := newest_restorable(candidates, earlier, before_step=before)) is not None:
         checkpoint = candidates[identity]

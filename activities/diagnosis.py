@@ -18,7 +18,7 @@ from temporalio import activity
 from activities.clients import Agents, LooksUpMachines, Reach, heartbeating, why
 from activities.failpoints import after_effect
 from activities.failures import one_line
-from everstep.decide.attribution import MachineReport, RankReport, Trigger, attribute
+from everstep.decide.attribution import MachineReport, RankReport, attribute
 from everstep.decide.logs import classify_lines
 from everstep.decide.words import LogClass, RankState
 from everstep.machine.logtail import clean
@@ -61,7 +61,9 @@ class Diagnosis:
             )
             for report in request.reports
         ]
-        finding = attribute(reports, triggers=triggers_of(request.observations))
+        finding = attribute(
+            reports, triggers=[observation.as_trigger() for observation in request.observations]
+        )
         log.info(
             "run diagnosed",
             job_id=request.job_id,
@@ -129,14 +131,6 @@ def ranks_to_read(reports: Sequence[MachineReport]) -> list[RankReport]:
             rank.rank,
         ),
     )[:RANKS_MAX]
-
-
-def triggers_of(observations: Sequence[m.ObservationRecord]) -> list[Trigger]:
-    """What the watch saw, as attribution takes it."""
-    return [
-        Trigger(kind=str(o.kind), machine_id=o.machine_id, rank=o.rank, reason=o.reason)
-        for o in observations
-    ]
 
 
 def _rank_lines(reports: Sequence[MachineReport], ranks: set[int]) -> list[str]:

@@ -47,7 +47,7 @@ SERVER_GRACE_S = 5.0
 TEMPORAL = "temporal"
 
 # Measured: docs/temporal.md says what each of these is worth.
-_SERVER_FLAGS = (
+SERVER_FLAGS = (
     "--log-level", "error",
     "--ui-disable-news-fetch",
     "--sqlite-pragma", "journal_mode=wal",
@@ -213,7 +213,7 @@ class Embedded:
             "--http-port", str(state.port("temporal-http")),
             "--metrics-port", str(state.port("temporal-metrics")),
             "--db-filename", str(state.path / "temporal.db"),
-            *_SERVER_FLAGS,
+            *SERVER_FLAGS,
         )  # fmt: skip
 
         async def ready() -> bool:

@@ -17,13 +17,8 @@ with workflow.unsafe.imports_passed_through():
     from temporalio.exceptions import ActivityError
 
     from activities import contracts
-    from everstep.decide.attribution import (
-        Finding,
-        MachineReport,
-        Trigger,
-        all_succeeded,
-        attribute,
-    )
+    from everstep.decide.attribution import Finding, MachineReport, attribute
+    from everstep.decide.evidence import all_succeeded
     from everstep.decide.words import (
         Cause,
         Confidence,
@@ -106,10 +101,7 @@ async def recover(context: JobContext, observations: tuple[m.ObservationRecord, 
     stopped_at = workflow.now()
     finding = attribute(
         reports,
-        triggers=[
-            Trigger(kind=str(o.kind), machine_id=o.machine_id, rank=o.rank, reason=o.reason)
-            for o in observations
-        ],
+        triggers=[observation.as_trigger() for observation in observations],
     )
     request = incidents.open_round(context, finding, observations, reports, detected_at, stopped_at)
     record = await _decide(context, request)

@@ -214,9 +214,7 @@ class TrainingJob:
             if left:
                 workflow.logger.warning("not stopped on all machines", extra={"machines": left})
             state.next_run = NextRun(
-                start_reason="resume",
-                keep=tuple(ref.machine_id for ref in run.machines),
-                restore_before=state.next_run.restore_before,
+                start_reason="resume", keep=tuple(ref.machine_id for ref in run.machines)
             )
             recovering.close_run(context, RunOutcome.STOPPED)
         context.enter(JobPhase.PAUSED, note or "paused")

@@ -20,13 +20,7 @@ from dataclasses import dataclass, replace
 
 from everstep.decide.evidence import Evidence, gather, named_machines, named_ranks
 from everstep.decide.faults import FaultKind, crashed, describe, kind_of_end, signal_name, signal_of
-from everstep.decide.reports import (
-    Finding,
-    MachineReport,
-    RankReport,
-    Trigger,
-    all_succeeded,
-)
+from everstep.decide.reports import Finding, MachineReport, RankReport, Trigger
 from everstep.decide.words import Cause, Confidence, LogClass, Side, Symptom
 
 __all__ = [
@@ -36,7 +30,6 @@ __all__ = [
     "RankReport",
     "Rule",
     "Trigger",
-    "all_succeeded",
     "attribute",
 ]
 

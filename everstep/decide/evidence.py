@@ -167,6 +167,7 @@ def gather(reports: Sequence[MachineReport], triggers: Sequence[Trigger] = ()) -
     stalled = {r.rank for r in ranks if r.stalled_for_s is not None}
     stalled |= {t.rank for t in told if t.kind == "rank_stalled" and t.rank is not None}
     nonfinite = [r.nonfinite_step for r in ranks if r.nonfinite_step is not None]
+    nonfinite += [t.step for t in told if t.kind == "nonfinite" and t.step is not None]
     faults = [(r, fault_of(r)) for r in ranks]
     return Evidence(
         ranks=ranks,
@@ -192,6 +193,22 @@ def gather(reports: Sequence[MachineReport], triggers: Sequence[Trigger] = ()) -
         ),
         nonfinite_seen=bool(nonfinite) or any(t.kind == "nonfinite" for t in told),
         nonfinite_step=min(nonfinite, default=None),
+    )
+
+
+def all_succeeded(reports: Sequence[MachineReport], world_size: int) -> bool:
+    """True when every rank of the run ended with 0 by itself and with finite numbers.
+
+    Then there is nothing to recover: a machine that was away at the end looks like trouble until
+    its report is in.
+    """
+    ranks = [rank for report in reports for rank in report.ranks]
+    return len({rank.rank for rank in ranks}) == world_size and all(
+        rank.state is RankState.EXITED
+        and rank.exit_code == 0
+        and not rank.stopped_by_us
+        and rank.nonfinite_step is None
+        for rank in ranks
     )
 
 

@@ -6,7 +6,6 @@ histories. Not here: how one follows from the other (``everstep.decide.attributi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
@@ -60,22 +59,6 @@ class MachineReport:
     ranks: tuple[RankReport, ...] = ()
 
 
-def all_succeeded(reports: Sequence[MachineReport], world_size: int) -> bool:
-    """True when every rank of the run ended with 0 by itself and with finite numbers.
-
-    Then there is nothing to recover: a machine that was away at the end looks like trouble until
-    its report is in.
-    """
-    ranks = [rank for report in reports for rank in report.ranks]
-    return len({rank.rank for rank in ranks}) == world_size and all(
-        rank.state is RankState.EXITED
-        and rank.exit_code == 0
-        and not rank.stopped_by_us
-        and rank.nonfinite_step is None
-        for rank in ranks
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """The attribution of one trouble: input of the ladder, shown to people as it is."""
@@ -109,3 +92,5 @@ class Trigger:
     machine_id: str | None
     rank: int | None
     reason: str
+    step: int | None = None
+    """The step it is about, where it is about one ("nonfinite")."""

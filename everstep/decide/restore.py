@@ -63,20 +63,33 @@ def on_lineage(candidate: CheckpointId, lineage: Sequence[LineageEntry]) -> bool
     return True
 
 
+def passed_over(
+    candidate: CheckpointId, lineage: Sequence[LineageEntry], *, before_step: int | None = None
+) -> str | None:
+    """Why a run must not start from ``candidate``; None when it may.
+
+    Args:
+        candidate: a checkpoint found in storage.
+        lineage: all runs of the job that chose where to start, in any order.
+        before_step: the first step whose loss or gradients were not finite: what holds the state
+            after it or after a later one is spoilt. None: no step is in doubt. Once a run has
+            started before it, the spoilt ones are off the lineage for good.
+    """
+    if not on_lineage(candidate, lineage):
+        return "belongs to a line of the job that was given up"
+    if before_step is not None and candidate.step >= before_step:
+        return f"not before step {before_step}, whose loss or gradients were not finite"
+    return None
+
+
 def newest_restorable(
     complete: Iterable[CheckpointId],
     lineage: Sequence[LineageEntry],
     *,
     before_step: int | None = None,
 ) -> CheckpointId | None:
-    """The newest complete checkpoint on the lineage, or None to start from scratch.
-
-    Args:
-        complete: complete checkpoints found in storage.
-        lineage: all runs of the job that chose where to start, in any order.
-        before_step: what holds the state after this step or a later one is spoilt (the step's loss
-            was not finite); None: nothing is. Once a run has started before it, the spoilt ones
-            are off the lineage for good.
-    """
-    good = (c for c in complete if before_step is None or c.step < before_step)
-    return max((c for c in good if on_lineage(c, lineage)), default=None)
+    """The newest complete checkpoint that is not ``passed_over``; None to start from scratch."""
+    return max(
+        (c for c in complete if passed_over(c, lineage, before_step=before_step) is None),
+        default=None,
+    )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from everstep.decide.attribution import Finding, MachineReport
+from everstep.decide.attribution import Finding, MachineReport, Trigger
 from everstep.decide.ladder import Decision, LadderState
 from everstep.decide.words import (
     IncidentState,
@@ -64,6 +64,17 @@ class ObservationRecord(Message):
     """Age when it was received, measured by the machine's or the receiver's monotonic clock."""
     reason: Line = ""
     data: dict[str, Any] = Field(default_factory=dict)
+
+    def as_trigger(self) -> Trigger:
+        """What attribution needs of it."""
+        step = self.data.get("step")
+        return Trigger(
+            kind=str(self.kind),
+            machine_id=self.machine_id,
+            rank=self.rank,
+            reason=self.reason,
+            step=step if isinstance(step, int) else None,
+        )
 
 
 class Progress(Message):

@@ -18,9 +18,9 @@ from everstep.decide.attribution import (
     MachineReport,
     RankReport,
     Trigger,
-    all_succeeded,
     attribute,
 )
+from everstep.decide.evidence import all_succeeded
 from everstep.decide.faults import FAULTS, fault_of, is_witness
 from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
 
@@ -329,6 +329,11 @@ STORIES: dict[str, tuple[list[MachineReport], list[Trigger], dict[str, Any]]] = 
         _machines(_rank(0)),
         [Trigger(kind="nonfinite", machine_id="m-1", rank=0, reason="step 8")],
         {"rule": "nonfinite", "symptom": Symptom.NAN_VALUE},
+    ),
+    "NaN of a machine that is lost by now": (
+        _machines(_rank(2, step=8), m_1={"lost": True, "reachable": False}),
+        [Trigger(kind="nonfinite", machine_id="m-1", rank=0, reason="step 6", step=6)],
+        {"nonfinite_step": 6},
     ),
     "an assertion after NaN is not the first failure": (
         _machines(_rank(0, nonfinite_step=8, step=8, exit_code=1, log_class=LogClass.OTHER)),

@@ -6,20 +6,17 @@ activity is cancelled while its completion is arriving, and then keeps its clock
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from temporalio import activity
-from temporalio.api.enums.v1 import EventType, IndexedValueType
+from temporalio.api.enums.v1 import EventType
 from temporalio.api.history.v1 import HistoryEvent
-from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client, WorkflowHandle
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.exceptions import ApplicationError
@@ -36,40 +33,25 @@ from everstep.spec import messages as m
 from everstep.spec.load import load_policy
 from everstep.spec.policy import Policy
 from tests.workflow.world import World
+from workers.embedded import SERVER_FLAGS, find_temporal
 from workers.runtime import workflow_runner
 from workflows.incident import Incident
 from workflows.training_job import TrainingJob
 
-ATTRIBUTES = ("EverstepState", "EverstepSymptom", "EverstepCodeVersion")
-
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def env() -> AsyncIterator[WorkflowEnvironment]:
-    """The time-skipping server with our search attributes."""
-    environment = await WorkflowEnvironment.start_time_skipping_v2(
-        dev_server_existing_path=shutil.which("temporal", path=_bin()),
+    """The embedded server as ``everstep up`` starts it, and its time skips."""
+    async with await WorkflowEnvironment.start_time_skipping_v2(
+        dev_server_existing_path=find_temporal(),
         dev_server_extra_args=[
+            *SERVER_FLAGS,
             "--dynamic-config-value",
             "frontend.WorkflowTimeSkippingEnabled=true",
         ],
         data_converter=pydantic_data_converter,
-    )
-    async with environment:
-        await environment.client.operator_service.add_search_attributes(
-            AddSearchAttributesRequest(
-                namespace=environment.client.namespace,
-                search_attributes=dict.fromkeys(
-                    ATTRIBUTES, IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD
-                ),
-            )
-        )
+    ) as environment:
         yield environment
-
-
-def _bin() -> str:
-    import sys
-
-    return str(Path(sys.executable).parent)
 
 
 @pytest.fixture(scope="session")

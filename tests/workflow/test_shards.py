@@ -77,7 +77,7 @@ async def test_trouble_in_a_later_shard_stops_all_and_its_evidence_fits(
         ranks=collapsed(culprit),
         shards=shards(
             [FIRST, Say("hold", step=40)],
-            [Say("trouble", step=40, observations=(rank_exit(culprit),), once_held=2)],
+            [Say("trouble", step=40, observations=(rank_exit(culprit),))],
             [Say("hold", step=40)],
         ),
     )
@@ -110,7 +110,6 @@ async def test_lost_machine_in_the_last_shard_is_replaced_in_its_place(
                     "trouble",
                     step=40,
                     observations=(rank_exit(MACHINES * RANKS - 1),),
-                    once_held=2,
                 )
             ],
         ),

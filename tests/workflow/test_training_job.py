@@ -201,18 +201,23 @@ async def test_low_confidence_waits_for_the_closer_look(bench: Bench) -> None:
     assert world.evictions == []
 
 
-async def test_nan_restarts_from_a_checkpoint_before_it(bench: Bench) -> None:
+@pytest.mark.parametrize("reported", [33, None], ids=["by-ranks", "by-the-watch-alone"])
+async def test_nan_restarts_from_a_checkpoint_before_it(bench: Bench, reported: int | None) -> None:
     """Later steps may be finite again and saved: they come after the spoilt one all the same."""
     world = bench.world
     world.scripts[1] = Script([FIRST, trouble(rank_exit(2))], ranks={2: exited(2, signal=9)})
     world.checkpoints = {1: 30, 2: 36}
     nonfinite = m.ObservationRecord(
-        kind=EventKind.NONFINITE, verdict=Verdict.FAULTY, rank=0, reason="loss is nan at step 33"
+        kind=EventKind.NONFINITE,
+        verdict=Verdict.FAULTY,
+        rank=0,
+        reason="loss is nan at step 33",
+        data={"step": 33},
     )
     world.scripts[2] = Script(
         [FIRST, trouble(nonfinite, step=37)],
         ranks={
-            rank: exited(rank, signal=15, stopped_by_us=True, step=37, nonfinite_step=33)
+            rank: exited(rank, signal=15, stopped_by_us=True, step=37, nonfinite_step=reported)
             for rank in range(4)
         },
     )

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from temporalio import activity
 
-from everstep.decide.attribution import Finding, MachineReport, RankReport, Trigger, attribute
+from everstep.decide.attribution import Finding, MachineReport, RankReport, attribute
 from everstep.decide.restore import CheckpointId, LineageEntry, newest_restorable
 from everstep.decide.words import LogClass, RankState, Verdict
 from everstep.spec import messages as m
@@ -33,8 +33,6 @@ class Say:
     step: int | None = None
     observations: tuple[m.ObservationRecord, ...] = ()
     after_s: float = 0.0
-    once_held: int = 0
-    """Speak once this many watches are held: by then the others have said what they have."""
 
 
 @dataclass
@@ -279,9 +277,6 @@ class World:
                 )
         if say.after_s:
             await asyncio.sleep(say.after_s)
-        while self.held_watches < say.once_held:
-            activity.heartbeat()
-            await asyncio.sleep(0.02)
         if say.kind == "succeeded":
             self.running.discard(request.generation)
         return m.WatchResult.model_validate(
@@ -312,10 +307,7 @@ class World:
         await self._pass("diagnose_run")
         finding: Finding = attribute(
             request.reports,
-            triggers=[
-                Trigger(kind=str(o.kind), machine_id=o.machine_id, rank=o.rank, reason=o.reason)
-                for o in request.observations
-            ],
+            triggers=[observation.as_trigger() for observation in request.observations],
         )
         return m.DiagnosedRun(finding=finding, evidence=("looked closer",))
 
