@@ -26,20 +26,18 @@ from everstep.spec import messages as m  # noqa: E402
 from everstep.spec.load import load_policy  # noqa: E402
 from tests.workflow.scenarios import SCENARIOS, play  # noqa: E402
 from tests.workflow.world import World  # noqa: E402
-from workers.embedded import find_temporal  # noqa: E402
+from workers.embedded import SERVER_FLAGS, find_temporal  # noqa: E402
 from workers.runtime import WORKFLOWS, workflow_runner  # noqa: E402
 
 HISTORIES = ROOT / "tests" / "replay" / "histories"
-ATTRIBUTES = ("EverstepState", "EverstepSymptom", "EverstepCodeVersion")
 
 
 async def record(names: list[str]) -> None:
     """Play every situation on a real server and store the histories of all workflows in it."""
     policy = load_policy(None).policy
-    extra = [part for a in ATTRIBUTES for part in ("--search-attribute", f"{a}=Keyword")]
     async with await WorkflowEnvironment.start_local(
         dev_server_existing_path=find_temporal(),
-        dev_server_extra_args=extra,
+        dev_server_extra_args=SERVER_FLAGS,
         data_converter=pydantic_data_converter,
     ) as env:
         for name in names:

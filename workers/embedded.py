@@ -31,6 +31,7 @@ from everstep.errors import ConfigurationProblem, EverstepError, ServerUnreachab
 from everstep.secrets import Secrets
 from everstep.spec import messages as m
 from workers import up_power
+from workers.server_wait import SEARCH_ATTRIBUTES
 from workers.up_parts import Part, PartSpec
 from workers.up_state import StateDir
 
@@ -60,9 +61,7 @@ SERVER_FLAGS = (
     "--dynamic-config-value", 'history.timerProcessorMaxTimeShift="50ms"',
     "--dynamic-config-value", "frontend.WorkerCommandsEnabled=true",
     "--dynamic-config-value", "system.enableCancelActivityWorkerCommand=true",
-    "--search-attribute", "EverstepState=Keyword",
-    "--search-attribute", "EverstepSymptom=Keyword",
-    "--search-attribute", "EverstepCodeVersion=Keyword",
+    *(part for name in SEARCH_ATTRIBUTES for part in ("--search-attribute", f"{name}=Keyword")),
 )  # fmt: skip
 
 
