@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from temporalio.worker import Worker
 from activities import failpoints as hook
 from everstep.errors import ConfigurationProblem
 from tests.activity.failpoint_workflow import TwoSteps, make_effect
+from tests.support.server import dev_server
 from workers.failpoints import (
     BRIDGE_ATTRIBUTE,
     BridgeFailpoints,
@@ -45,9 +44,7 @@ EXPECTED = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def env() -> AsyncIterator[WorkflowEnvironment]:
-    binary = shutil.which("temporal", path=str(Path(sys.executable).parent))
-    environment = await WorkflowEnvironment.start_local(dev_server_existing_path=binary)
-    async with environment:
+    async with await dev_server() as environment:
         yield environment
 
 

@@ -18,7 +18,7 @@ from everstep.client import Client
 from everstep.connect import find_places
 from everstep.spec import messages as m
 from tests.cli.answering import Answering
-from workers.embedded import SERVER_FLAGS, find_temporal
+from tests.support.server import dev_server
 
 LIMIT_S = 60.0
 NAMED = ("EVERSTEP_", "TEMPORAL_", "XDG_STATE_HOME", "NO_COLOR")
@@ -80,9 +80,7 @@ def shell(tmp_path: Path) -> Shell:
 @pytest.fixture
 async def server() -> AsyncIterator[WorkflowEnvironment]:
     """A Temporal server with Everstep's search attributes and no controller."""
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=find_temporal(), dev_server_extra_args=SERVER_FLAGS
-    )
+    environment = await dev_server()
     try:
         yield environment
     finally:

@@ -9,7 +9,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from temporalio.testing import WorkflowEnvironment
 
 from everstep.client import Client, Sighting
 from everstep.connect import find_places
@@ -24,6 +23,7 @@ from everstep.errors import (
     ServerUnreachable,
 )
 from everstep.spec import messages as m
+from tests.support.server import dev_server
 
 SPEC: dict[str, Any] = {"name": "job", "command": "true", "machines": 2}
 
@@ -143,11 +143,7 @@ async def test_a_server_that_is_away_is_named(tmp_path: Any) -> None:
 
 
 async def test_a_namespace_that_was_not_prepared_is_explained() -> None:
-    from workers.embedded import find_temporal
-
-    async with await WorkflowEnvironment.start_local(
-        dev_server_existing_path=find_temporal()
-    ) as bare:
+    async with await dev_server(flags=()) as bare:
         address = bare.client.service_client.config.target_host
         client = await Client.connect(find_places(temporal=address, env={}))
         with pytest.raises(ConfigurationProblem, match="search attributes"):

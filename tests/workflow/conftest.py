@@ -32,8 +32,9 @@ from activities import contracts
 from everstep.spec import messages as m
 from everstep.spec.load import load_policy
 from everstep.spec.policy import Policy
+from tests.support.server import dev_server
 from tests.workflow.world import World
-from workers.embedded import SERVER_FLAGS, find_temporal
+from workers.embedded import SERVER_FLAGS
 from workers.runtime import workflow_runner
 from workflows.incident import Incident
 from workflows.training_job import TrainingJob
@@ -42,14 +43,9 @@ from workflows.training_job import TrainingJob
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def env() -> AsyncIterator[WorkflowEnvironment]:
     """The embedded server as ``everstep up`` starts it, and its time skips."""
-    async with await WorkflowEnvironment.start_time_skipping_v2(
-        dev_server_existing_path=find_temporal(),
-        dev_server_extra_args=[
-            *SERVER_FLAGS,
-            "--dynamic-config-value",
-            "frontend.WorkflowTimeSkippingEnabled=true",
-        ],
-        data_converter=pydantic_data_converter,
+    skips = ["--dynamic-config-value", "frontend.WorkflowTimeSkippingEnabled=true"]
+    async with await dev_server(
+        [*SERVER_FLAGS, *skips], time_skipping=True, data_converter=pydantic_data_converter
     ) as environment:
         yield environment
 
