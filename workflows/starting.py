@@ -13,6 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.words import JobPhase, RunPhase, Verdict
     from everstep.spec import messages as m
+    from everstep.spec.agent_api import EventKind
     from workflows.context import JobContext, cancelled
 
 
@@ -218,7 +219,7 @@ async def _start_ranks(context: JobContext) -> tuple[m.ObservationRecord, ...]:
 def _problems(lines: dict[str, str], kind: str, what: str) -> tuple[m.ObservationRecord, ...]:
     return tuple(
         m.ObservationRecord(
-            kind="unreachable" if kind == "unreachable" else "probe",
+            kind="unreachable" if kind == "unreachable" else EventKind.PROBE,
             verdict=Verdict.UNKNOWN if kind == "unreachable" else Verdict.FAULTY,
             machine_id=None if machine == "-" else machine,
             reason=f"{what}: {reason}"[:600],

@@ -18,6 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.words import Verdict
     from everstep.spec import messages as m
+    from everstep.spec.agent_api import EventKind
     from workflows.context import JobContext
 
 
@@ -130,7 +131,7 @@ class Watches:
                 kind="blind",
                 observations=(
                     m.ObservationRecord(
-                        kind="probe",
+                        kind=EventKind.PROBE,
                         verdict=Verdict.UNKNOWN,
                         reason=str(error.cause or error)[:600],
                     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.decide.observation import Observation
 from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
 
 
@@ -42,6 +43,17 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An observation that was not healthy, with its ages by the machine's own monotonic clock."""
+
+    observation: Observation
+    age_s: float = 0.0
+    """Seconds since it was first seen like this."""
+    cleared_ago_s: float | None = None
+    """Seconds since the probe saw it gone; None: it still is so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
     """What is known about one machine of a run after the run was stopped."""
 
@@ -57,6 +69,10 @@ class MachineReport:
     """False when a process of the run could not be ended: the machine is then faulty."""
     note: str = ""
     ranks: tuple[RankReport, ...] = ()
+    observations: tuple[Seen, ...] = ()
+    """What the machine's probes saw and was not healthy, newest trouble first; bounded."""
+    healthy_probes: tuple[str, ...] = ()
+    """Probes that had looked and found everything well: what is ruled out about the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +110,5 @@ class Trigger:
     reason: str
     step: int | None = None
     """The step it is about, where it is about one ("nonfinite")."""
+    observation: Observation | None = None
+    """What the probe saw, where it is one of a probe."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from everstep.decide.attribution import MachineReport
+from everstep.decide.reports import MachineReport, Seen
 from everstep.spec.base import JobName, MachineId, Message, StrictModel
 
 API_VERSION = 1
@@ -184,6 +184,10 @@ class MachineInfo(Message):
     address: str
     version: str
     runs: tuple[RunSummary, ...] = ()
+    observations: tuple[Seen, ...] = ()
+    """What probes see now and is not healthy; so nothing depends on having seen an event."""
+    healthy_probes: tuple[str, ...] = ()
+    """Probes that have looked, and found everything well at their last look."""
 
 
 class RunSummary(Message):
@@ -218,6 +222,18 @@ class EventKind(StrEnum):
     RUN_ENDED = "run_ended"
     RUN_STOPPED = "run_stopped"
     PLANNED_STOP = "planned_stop"
+    PROBE = "probe"
+    """What a probe sees of the machine has changed: it belongs to no job."""
+    LOSS_SPIKE = "loss_spike"
+    """Loss or gradient norm far above its rolling baseline."""
+    STEP_TIME_DECLINE = "step_time_decline"
+    """Steps take much longer than this run's own baseline."""
+    LOG_SILENT = "log_silent"
+    """A script that reports no steps has written nothing for longer than its own rhythm."""
+    RDMA_SILENT = "rdma_silent"
+    """No RDMA traffic although the run has had some."""
+    SIGNAL_RECOVERED = "signal_recovered"
+    """What one of the four above had reported is over; ``data`` says which (``kind``)."""
 
 
 class HelloLine(Message):

@@ -25,6 +25,7 @@ from everstep.spec.agent_api import EventKind, RestorePointPlan
 from everstep.spec.base import Line, Message
 from everstep.spec.job import JobSpec
 from everstep.spec.policy import PolicySnapshot
+from everstep.spec.probe_events import observation_of
 
 TASK_QUEUE = "everstep"
 WATCH_QUEUE = "everstep-watch"
@@ -56,7 +57,7 @@ class MachineRef(Message):
 class ObservationRecord(Message):
     """What a probe or a watch saw; evidence of an incident."""
 
-    kind: EventKind | Literal["unreachable", "probe"]
+    kind: EventKind | Literal["unreachable"]
     verdict: Verdict
     machine_id: str | None = None
     rank: int | None = None
@@ -74,6 +75,9 @@ class ObservationRecord(Message):
             rank=self.rank,
             reason=self.reason,
             step=step if isinstance(step, int) else None,
+            observation=observation_of(self.reason, self.data)
+            if self.kind is EventKind.PROBE
+            else None,
         )
 
 

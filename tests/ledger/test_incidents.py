@@ -204,7 +204,10 @@ def test_evidence_is_bounded_and_says_what_was_left_out(running: Fleet) -> None:
             reports=tuple(report(f"m{n}", ranks=8, log_lines=lines) for n in range(400)),
             observations=tuple(
                 m.ObservationRecord(
-                    kind="probe", verdict=Verdict.UNKNOWN, rank=n, data={"blob": "y" * 10_000}
+                    kind=EventKind.PROBE,
+                    verdict=Verdict.UNKNOWN,
+                    rank=n,
+                    data={"blob": "y" * 10_000},
                 )
                 for n in range(OBSERVATIONS_MAX + 44)
             ),
