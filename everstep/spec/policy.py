@@ -8,11 +8,12 @@ are in ``everstep.spec.overlay``, loading is in ``everstep.spec.load``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from everstep.spec.base import Duration, Message, StrictModel
 
@@ -174,6 +175,55 @@ class RetentionPolicy(StrictModel):
     """Observations in the ledger; incidents and decisions are kept for ever."""
 
 
+class ProbesPolicy(StrictModel):
+    """Real-time checks of machines, and what they make of what they see."""
+
+    gpu_interval: Span
+    """How often GPUs are looked at (NVML, and DCGM's exporter where one runs)."""
+    host_interval: Span
+    """How often the host is looked at: kernel log, memory, disks, clock."""
+    network_interval: Span
+    """How often network interfaces, RDMA ports and the gateway are looked at."""
+    network_alerts_min: Annotated[int, Field(ge=1, le=1000)]
+    """So many alerts about one network target within the window make it faulty."""
+    network_alert_window: Span
+    """The stretch of time in which network alerts are counted."""
+    look_deadline: Span
+    """A probe whose look takes longer than this is stuck; what it looks at is unknown then."""
+    gpu_call_deadline: Span
+    """A driver call that takes longer than this hangs: the GPU is faulty."""
+    gpu_pulse_interval: Span
+    """How often each GPU gets one cheap driver call between two looks, so that a hang or a lost
+    device is seen sooner."""
+    gpu_start_deadline: Span
+    """How long the driver may take to answer at all after a helper process has been started."""
+    gpu_retry_max: Span
+    """Longest pause before a helper process that hung or died is replaced (pauses double)."""
+    gpus_expected: Count
+    """GPUs that every machine has; 0: as many as its agent has seen."""
+    gpu_event_hold: Span
+    """How long the GPU of an Xid, or of counters that rose, counts as faulty without a new one."""
+    gpu_busy_percent_min: Annotated[int, Field(ge=1, le=100)]
+    """From this utilisation on a GPU counts as busy: its PCIe link should be at full speed."""
+    gpu_hot_margin_c: Annotated[int, Field(ge=0, le=50)]
+    """A GPU is hot from so many degrees below its own slowdown threshold on (never faulty by
+    temperature alone)."""
+    gpu_hot_c: Annotated[int, Field(ge=40, le=120)]
+    """A GPU that names no threshold of its own is hot from this temperature on."""
+    pcie_replays_per_minute_max: Count
+    """More PCIe replays in a minute than this make the link of a GPU faulty."""
+    nvlink_errors_per_minute_max: Count
+    """More NVLink replays and CRC errors of one GPU in a minute than this make it faulty."""
+    ecc_aggregate_max: Count
+    """More uncorrectable memory errors in the life of a GPU than this are worth a warning."""
+    dcgm_url: Annotated[str, Field(pattern=r"^(https?://[^\s@]+)?$", max_length=500)]
+    """Where DCGM's exporter answers on each machine; empty: it is not asked."""
+    dcgm_timeout: Span
+    """How long the exporter may take to answer."""
+    dcgm_misses_min: Annotated[int, Field(ge=1, le=1000)]
+    """So many misses in a row of an exporter that has answered before make its service faulty."""
+
+
 class Policy(StrictModel):
     """Every threshold, in groups. See ``config/policy.yaml`` for values and reasons."""
 
@@ -181,8 +231,41 @@ class Policy(StrictModel):
     ladder: LadderPolicy
     teardown: TeardownPolicy
     machines: MachinePolicy
+    probes: Annotated[ProbesPolicy, FleetOnly("an agent has one set of probes for all jobs")]
     notify: Annotated[NotifyPolicy, FleetOnly("controllers have one webhook for all jobs")]
     retention: Annotated[RetentionPolicy, FleetOnly("disks and ledger are shared by all jobs")]
+
+
+KEYS_SINCE_HISTORIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "probes": {
+        "gpu_interval": "10s",
+        "host_interval": "2s",
+        "network_interval": "30s",
+        "network_alerts_min": 2,
+        "network_alert_window": "5m",
+        "look_deadline": "20s",
+        "gpu_call_deadline": "5s",
+        "gpu_pulse_interval": "2s",
+        "gpu_start_deadline": "1m",
+        "gpu_retry_max": "5m",
+        "gpus_expected": 0,
+        "gpu_event_hold": "10m",
+        "gpu_busy_percent_min": 10,
+        "gpu_hot_margin_c": 5,
+        "gpu_hot_c": 85,
+        "pcie_replays_per_minute_max": 60,
+        "nvlink_errors_per_minute_max": 60,
+        "ecc_aggregate_max": 10,
+        "dcgm_url": "",
+        "dcgm_timeout": "2s",
+        "dcgm_misses_min": 3,
+    },
+}
+"""Keys that came after the first recorded histories, and how a policy without them is read.
+
+Not defaults: a policy of today comes from files that hold every key. A value here never changes,
+even when the default does, so that an old history replays the same for ever.
+"""
 
 
 class PolicySnapshot(Message):
@@ -194,3 +277,16 @@ class PolicySnapshot(Message):
     source: str
     """Where it came from, for people."""
     kind: Literal["policy"] = "policy"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_version(cls, data: Any) -> Any:
+        """Complete what was recorded before a key existed, so that running jobs outlive it."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("policy"), Mapping):
+            return data
+        merged = dict(data["policy"])
+        for section, keys in KEYS_SINCE_HISTORIES.items():
+            held = merged.get(section, {})
+            if isinstance(held, Mapping):  # else it is refused with its own reason
+                merged[section] = {**keys, **held}
+        return {**data, "policy": merged}

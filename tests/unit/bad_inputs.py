@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SPEC_KEYS = "accepted here: checkpoint, code, command, env, labels, layout, machines, name, policy, ranks_per_machine, working_dir"
-SECTIONS = "accepted here: detection, ladder, machines, notify, retention, teardown"
+SECTIONS = "accepted here: detection, ladder, machines, notify, probes, retention, teardown"
 JOB_SECTIONS = "detection, ladder, machines, teardown"
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from everstep.spec.base import Duration
-from everstep.spec.load import load_policy
-from everstep.spec.policy import Policy
+from everstep.spec.load import load_policy, snapshot_for_job
+from everstep.spec.policy import KEYS_SINCE_HISTORIES, Policy, PolicySnapshot
 from scripts.render_docs import policy_leaves
 
 TAG = re.compile(r"^(paper: \S.*\([\d.]+\)|ours: \S.{9,})$")
@@ -74,3 +74,34 @@ def test_no_document_names_a_default_that_is_not_the_policys() -> None:
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ValidationError, match="a duration "):
         TypeAdapter(Duration).validate_python(text)
+
+
+def test_a_snapshot_of_before_a_key_existed_is_read() -> None:
+    """Jobs run for months: their histories hold policies of every version since."""
+    loaded = load_policy(None, environ={})
+    today = snapshot_for_job(loaded, {})
+    recorded = today.model_dump(mode="json")
+    for section, keys in KEYS_SINCE_HISTORIES.items():
+        for key in keys:
+            del recorded["policy"][section][key]
+        if not recorded["policy"][section]:
+            del recorded["policy"][section]
+
+    read = PolicySnapshot.model_validate(recorded)
+
+    assert read.hash == today.hash
+    assert read.policy.detection == today.policy.detection
+    for section, keys in KEYS_SINCE_HISTORIES.items():
+        held = getattr(read.policy, section).model_dump(mode="json")
+        assert {key: held[key] for key in keys} == keys
+
+
+def test_what_a_snapshot_holds_is_not_replaced_by_the_reading_of_old_ones() -> None:
+    recorded = snapshot_for_job(load_policy(None, environ={}), {}).model_dump(mode="json")
+    del recorded["policy"]["probes"]["gpus_expected"]
+    recorded["policy"]["probes"]["host_interval"] = "7s"
+
+    read = PolicySnapshot.model_validate(recorded)
+
+    assert read.policy.probes.host_interval == timedelta(seconds=7)
+    assert read.policy.probes.gpus_expected == 0
