@@ -22,6 +22,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -289,6 +290,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Look for new segments while what the test started is still there."""
     item.config.stash[HYGIENE].shm.look()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with slow tests first, so that no worker is left alone with one at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)
