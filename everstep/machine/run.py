@@ -11,6 +11,7 @@ Not here: which runs there are (``runs``), and how a run is described to others 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -54,6 +55,8 @@ class Run:
         self.logs = {rank: RankLog(folder.log(rank), folder.error(rank)) for rank in record.ranks}
         self._settle_timer: asyncio.TimerHandle | None = None
         self._teardown: Teardown | None = None
+        self._grace_max_s = math.inf
+        """Of the teardown that is going on or about to begin: what a later stop has asked for."""
         self._winding: asyncio.Task[None] | None = None
 
     # --- taking over ---------------------------------------------------------------------------
@@ -271,8 +274,8 @@ class Run:
     async def stop(self, *, reason: str, grace_s: float, kill_wait_s: float, planned: bool) -> None:
         """End the run, verified; joins a teardown that is going on, repeats one that failed."""
         was_over = self.facts.ended
-        if self._winding is not None and not self._winding.done() and self._teardown is not None:
-            self._teardown.hasten(grace_s)
+        if self._winding is not None and not self._winding.done():
+            self._hasten(grace_s)
         again = False
         while not self.facts.ended or not self.facts.teardown_clean:
             fresh = self._winding is None or again
@@ -295,6 +298,12 @@ class Run:
                 },
             )
 
+    def _hasten(self, grace_s: float) -> None:
+        """Shorten the teardown that goes on, or is about to begin."""
+        self._grace_max_s = min(self._grace_max_s, grace_s)
+        if self._teardown is not None:
+            self._teardown.hasten(grace_s)
+
     def _all_gone(self) -> None:
         self._begin_wind_down("every rank has ended", planned=False)
 
@@ -309,6 +318,7 @@ class Run:
     ) -> asyncio.Task[None]:
         if self._winding is None or again:
             policy = self.record.plan.policy
+            self._teardown, self._grace_max_s = None, math.inf
             self._winding = asyncio.get_running_loop().create_task(
                 self._wind_down(
                     reason,
@@ -329,7 +339,10 @@ class Run:
     ) -> None:
         self._note_stopping(reason, planned=planned)
         self._teardown = Teardown(
-            self.scope, self.processes.handles, grace_s=grace_s, kill_wait_s=kill_wait_s
+            self.scope,
+            self.processes.handles,
+            grace_s=min(grace_s, self._grace_max_s),
+            kill_wait_s=kill_wait_s,
         )
         result = await self._teardown.run()
         self.facts.teardown_clean, self.facts.note = result.clean, result.note
