@@ -109,7 +109,7 @@ class Detection:
             if details is None or not details.cancel_requested:
                 # The controller stops, or Temporal lost track of us: somebody else goes on.
                 raise
-            result = shard.cancelled()
+            result = shard.cancelled(self._clock())
         after_effect()
         return result
 
@@ -271,6 +271,7 @@ class _Watch:
 
     async def _ask_state(self, agent: Agent, view: MachineView) -> None:
         request = self._request
+        view.asked_at = self._clock()
         try:
             async with asyncio.timeout(STATE_TIMEOUT_S):
                 state = await agent.run_state(request.job_id, request.generation)

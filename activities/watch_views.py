@@ -17,7 +17,7 @@ from everstep.decide.words import Verdict
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
 
-DATA_BYTES_MAX = 1000
+DATA_BYTES_MAX = 1200
 CURSOR = re.compile("[0-9a-f]{16}:[0-9]{1,18}")
 
 
@@ -40,6 +40,10 @@ class MachineView:
     told_step: int | None = None
     """Step told by other than heartbeats: the first one, the last one of a run that has ended."""
     lost_reason: str = ""
+    asked_at: float | None = None
+    """When the state that is being awaited was asked for."""
+    known_at: float | None = None
+    """When the newest state was asked for: older words about the machine itself are in it."""
 
 
 def cursor_at(ring_id: str, seq: int) -> str | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from activities.failures import one_line
+from activities.troubles import Troubles
+from activities.watch_probes import Beside
 from activities.watch_views import MachineView, cursor_at, observed
 from everstep.decide.attribution import RankReport
 from everstep.decide.words import RankState, Verdict
@@ -54,11 +56,9 @@ class Shard:
     started_at: float
     blind_since: float | None = None
     machines: dict[str, MachineView] = field(default_factory=dict)
-    _troubles: dict[tuple[str, str | None, int | None], m.ObservationRecord] = field(
-        default_factory=dict
-    )
-    _trouble_at: float | None = None
+    _troubles: Troubles = field(default_factory=Troubles)
     _warnings: list[m.ObservationRecord] = field(default_factory=list)
+    _beside: Beside = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing is known of any machine yet."""
@@ -68,6 +68,7 @@ class Shard:
             )
         if self.blind_since is None:
             self.blind_since = self.started_at
+        self._beside = Beside(self._troubles, self._warn, frozenset(self.request.told))
 
     # --- what comes in ---------------------------------------------------------------------
 
@@ -97,6 +98,8 @@ class Shard:
                 return False
             case api.EventLine():
                 view.cursor = cursor_at(view.ring_id, line.seq)
+                if line.kind is api.EventKind.PROBE and line.job_id is None:
+                    return self._beside.event(view, line, now)
                 if not self._is_ours(line.job_id, line.run_id, line.generation):
                     return False
                 self._event(view, line, now)
@@ -121,13 +124,16 @@ class Shard:
     def state(self, view: MachineView, state: api.RunState, now: float) -> None:
         """The present state of the run on a machine: fills in what events did not tell."""
         view.needs_state, view.not_known_since = False, None
+        self._beside.state(view, state.report.observations, now)
         if state.run_id != self.request.run_id:
             self._not_known(view, "the agent has another run under this generation", now)
             return
         view.first_step |= state.first_step_seen
         report = state.report
         if report.planned_stop:
-            self._trouble(view, api.EventKind.PLANNED_STOP, None, report.planned_stop, {}, 0.0, now)
+            self._troubles.add(
+                view, api.EventKind.PLANNED_STOP, None, report.planned_stop, {}, 0.0, now
+            )
         if report.processes_vanished:
             self._not_known(view, "its processes are gone without an exit record", now)
         for rank in report.ranks:
@@ -139,7 +145,7 @@ class Shard:
             view.succeeded = True
         elif state.ended and not self._troubles:
             reason = "every rank has ended, not all by themselves with 0"
-            self._trouble(view, api.EventKind.RUN_ENDED, None, reason, {}, 0.0, now)
+            self._troubles.add(view, api.EventKind.RUN_ENDED, None, reason, {}, 0.0, now)
 
     def not_known(self, view: MachineView, now: float) -> None:
         """The agent answered that it has no such run."""
@@ -155,10 +161,10 @@ class Shard:
         """Why the watch should return now, or None to watch on."""
         policy, until = self.request.policy.policy.detection, self.request.until
         self._notice_exit_skew(now)
-        if self._trouble_at is not None:
-            if now < self._trouble_at + policy.settle_window.total_seconds():
+        if self._troubles.at is not None:
+            if now < self._troubles.at + policy.settle_window.total_seconds():
                 return None
-            return self._answer("trouble", self._evidence())
+            return self._answer("trouble", self._evidence(now))
         if all(view.succeeded for view in self.machines.values()):
             return self._answer("succeeded")
         if self._warnings and now >= self.started_at + WARN_INTERVAL_MIN_S:
@@ -176,8 +182,8 @@ class Shard:
         """When ``result`` may answer differently although nothing comes in."""
         policy, until = self.request.policy.policy.detection, self.request.until
         instants = [now + policy.blind_job_after.total_seconds()]
-        if self._trouble_at is not None:
-            instants.append(self._trouble_at + policy.settle_window.total_seconds())
+        if self._troubles.at is not None:
+            instants.append(self._troubles.at + policy.settle_window.total_seconds())
         if until.after_s is not None:
             instants.append(self.started_at + until.after_s)
         if self._warnings:
@@ -187,11 +193,11 @@ class Shard:
             instants += [first + limit for limit in limits if first + limit > now]
         return min(instants)
 
-    def cancelled(self) -> m.WatchResult:
+    def cancelled(self, now: float) -> m.WatchResult:
         """What to return when the workflow has asked the watch to end."""
         kind, found = "cancelled", list(self._warnings)
         if self._troubles:
-            found = self._evidence() + found
+            found = self._evidence(now) + found
         return self._answer(kind, found)
 
     def progress(self) -> m.Progress:
@@ -224,15 +230,9 @@ class Shard:
             unreachable=tuple(i for i, v in self.machines.items() if not v.reachable),
         )
 
-    def _evidence(self) -> list[m.ObservationRecord]:
-        # First of each machine and kind come first: the cut must not hide a machine.
-        seen: set[tuple[str, str | None]] = set()
-        first: list[m.ObservationRecord] = []
-        rest: list[m.ObservationRecord] = []
-        for (kind, machine, _), record in self._troubles.items():
-            (rest if (kind, machine) in seen else first).append(record)
-            seen.add((kind, machine))
-        return first + self._unreachable_records() + rest
+    def _evidence(self, now: float) -> list[m.ObservationRecord]:
+        first, rest = self._troubles.records()
+        return first + self._unreachable_records() + rest + self._beside.records(now)
 
     def _unreachable_records(self) -> list[m.ObservationRecord]:
         return [
@@ -269,12 +269,9 @@ class Shard:
         elif kind is api.EventKind.RANK_MOVING:
             self._forgive(view, line.rank)
         elif kind is api.EventKind.SAVE_FAILED:
-            if len(self._warnings) < OBSERVATIONS_MAX:
-                self._warnings.append(
-                    observed(view, kind, line.rank, line.reason, line.data, line.age_s)
-                )
+            self._warn(observed(view, kind, line.rank, line.reason, line.data, line.age_s))
         elif kind in _TROUBLE:
-            self._trouble(view, kind, line.rank, line.reason, line.data, line.age_s, now)
+            self._troubles.add(view, kind, line.rank, line.reason, line.data, line.age_s, now)
 
     def _rank_exited(self, view: MachineView, line: api.EventLine, now: float) -> None:
         code, signal = line.data.get("exit_code"), line.data.get("signal")
@@ -284,14 +281,14 @@ class Shard:
             if view.exited_zero_at is None:
                 view.exited_zero_at = now - max(0.0, line.age_s)
         else:
-            self._trouble(view, line.kind, line.rank, line.reason, line.data, line.age_s, now)
+            self._troubles.add(view, line.kind, line.rank, line.reason, line.data, line.age_s, now)
 
     def _rank_state(self, view: MachineView, rank: RankReport, now: float) -> None:
         age = rank.exited_ago_s or 0.0
         if rank.nonfinite_step is not None:
             reason = f"rank {rank.rank} reported a value not finite at step {rank.nonfinite_step}"
             data: dict[str, Any] = {"step": rank.nonfinite_step}
-            self._trouble(view, api.EventKind.NONFINITE, rank.rank, reason, data, age, now)
+            self._troubles.add(view, api.EventKind.NONFINITE, rank.rank, reason, data, age, now)
         if rank.state is RankState.EXITED:
             if rank.exit_code == 0 and rank.signal is None:
                 if view.exited_zero_at is None:
@@ -302,38 +299,25 @@ class Shard:
                 )
                 data = {"exit_code": rank.exit_code, "signal": rank.signal}
                 reason = f"rank {rank.rank} ended with {how}"
-                self._trouble(view, api.EventKind.RANK_EXITED, rank.rank, reason, data, age, now)
+                self._troubles.add(
+                    view, api.EventKind.RANK_EXITED, rank.rank, reason, data, age, now
+                )
         elif rank.stalled_for_s is not None:
             reason = (
                 f"rank {rank.rank} has made no progress for {rank.stalled_for_s:.1f} s too long"
             )
-            self._trouble(view, api.EventKind.RANK_STALLED, rank.rank, reason, {}, 0.0, now)
+            self._troubles.add(view, api.EventKind.RANK_STALLED, rank.rank, reason, {}, 0.0, now)
 
     def _not_known(self, view: MachineView, reason: str, now: float) -> None:
-        self._trouble(view, api.EventKind.PROCESSES_VANISHED, None, reason, {}, 0.0, now)
-
-    def _trouble(
-        self,
-        view: MachineView,
-        kind: api.EventKind,
-        rank: int | None,
-        reason: str,
-        data: dict[str, Any],
-        age_s: float,
-        now: float,
-    ) -> None:
-        key = (kind.value, view.ref.machine_id, rank)
-        if key in self._troubles:
-            return
-        self._troubles[key] = observed(view, kind, rank, reason, data, age_s)
-        if self._trouble_at is None:
-            self._trouble_at = now
+        self._troubles.add(view, api.EventKind.PROCESSES_VANISHED, None, reason, {}, 0.0, now)
 
     def _forgive(self, view: MachineView, rank: int | None) -> None:
         """A stalled rank moves again before the trouble was reported."""
-        self._troubles.pop((api.EventKind.RANK_STALLED.value, view.ref.machine_id, rank), None)
-        if not self._troubles:
-            self._trouble_at = None
+        self._troubles.drop((api.EventKind.RANK_STALLED.value, view.ref.machine_id, rank, ""))
+
+    def _warn(self, record: m.ObservationRecord) -> None:
+        if len(self._warnings) < OBSERVATIONS_MAX:
+            self._warnings.append(record)
 
     def _first_zero_exit(self) -> float | None:
         instants = [
@@ -368,7 +352,7 @@ class Shard:
                 f"a rank ended with 0 {now - first:.1f} s ago, but ranks of {len(late)} machines "
                 f"({', '.join(late[:5])}{', ...' if len(late) > 5 else ''}) have not"
             )
-            self._trouble(view, api.EventKind.EARLY_EXIT, None, reason, {}, now - first, now)
+            self._troubles.add(view, api.EventKind.EARLY_EXIT, None, reason, {}, now - first, now)
             # They have had their window.
             settle = self.request.policy.policy.detection.settle_window.total_seconds()
-            self._trouble_at = now - settle
+            self._troubles.at = now - settle

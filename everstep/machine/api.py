@@ -14,7 +14,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
 from importlib import metadata
@@ -43,6 +43,8 @@ from everstep.machine.guard import (
     one_line,
     refusal_body,
 )
+from everstep.machine.health import Health as MachineHealth
+from everstep.machine.health import NoProbes
 from everstep.machine.plans import RANKS_MAX
 from everstep.machine.ring import EventRing, parse_cursor
 from everstep.machine.stream import Streams
@@ -138,6 +140,7 @@ class AgentParts:
     ring: EventRing
     streams: Streams
     doors: Doors
+    health: MachineHealth = field(default_factory=NoProbes)
 
 
 def create_app(parts: AgentParts) -> ASGIApp:
@@ -177,6 +180,8 @@ def _add_views(app: FastAPI, parts: AgentParts, metrics: Metrics) -> None:
             address=machine.address,
             version=own_version(),
             runs=runs.summaries(),
+            observations=parts.health.seen(),
+            healthy_probes=parts.health.healthy_probes(),
         )
 
     @app.get(

@@ -12,6 +12,7 @@ import time
 from everstep.decide.attribution import MachineReport, RankReport
 from everstep.decide.words import RankState
 from everstep.machine.facts import Evidence
+from everstep.machine.health import Health
 from everstep.machine.logtail import within
 from everstep.machine.monitor import NS
 from everstep.machine.run import Run
@@ -76,8 +77,8 @@ def _rank_report(run: Run, rank: int, now_ns: int, log_bytes: int) -> RankReport
     )
 
 
-def machine_report(run: Run) -> MachineReport:
-    """What is known about this machine's part of a run."""
+def machine_report(run: Run, health: Health) -> MachineReport:
+    """What is known about this machine's part of a run, and about the machine itself."""
     now_ns = time.monotonic_ns()
     stopping = run.facts.stopping
     ranks = run.record.ranks
@@ -93,17 +94,19 @@ def machine_report(run: Run) -> MachineReport:
         teardown_clean=run.facts.teardown_clean,
         note="; ".join(notes),
         ranks=tuple(_rank_report(run, rank, now_ns, log_bytes) for rank in ranks),
+        observations=health.seen(),
+        healthy_probes=health.healthy_probes(),
     )
 
 
-def run_state(run: Run) -> RunState:
+def run_state(run: Run, health: Health) -> RunState:
     """The present state of a run."""
     return RunState(
         run_id=run.record.plan.run_id,
         ended=run.facts.ended,
         succeeded=run.facts.ended and run.succeeded,
         first_step_seen=run.facts.first_step,
-        report=machine_report(run),
+        report=machine_report(run, health),
         pids={rank: start.pid for rank, start in run.processes.starts.items()},
     )
 

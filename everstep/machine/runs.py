@@ -23,6 +23,7 @@ from everstep.decide.attribution import MachineReport
 from everstep.machine import proc
 from everstep.machine.folder import RunFolder, RunRecord, run_folders
 from everstep.machine.guard import Refusal
+from everstep.machine.health import Health, NoProbes
 from everstep.machine.launch import Launcher, StateUnusable, find_user
 from everstep.machine.ports import Ports
 from everstep.machine.report import machine_report, run_state, run_summary
@@ -49,8 +50,10 @@ class RunManager:
         emit: Emit,
         rank_user: str | None = None,
         address: str = "127.0.0.1",
+        health: Health | None = None,
     ) -> None:
         self._machine_id = machine_id
+        self._health = health if health is not None else NoProbes()
         self._emit = emit
         self._runs_dir = state_dir.absolute() / "runs"
         self._runs: dict[tuple[str, int], Run] = {}
@@ -235,9 +238,11 @@ class RunManager:
                 machine_id=self._machine_id,
                 reachable=True,
                 note="this machine has nothing of the run",
+                observations=self._health.seen(),
+                healthy_probes=self._health.healthy_probes(),
             )
         await run.stop(reason=reason, grace_s=grace_s, kill_wait_s=kill_wait_s, planned=planned)
-        return await asyncio.to_thread(machine_report, run)
+        return await asyncio.to_thread(machine_report, run, self._health)
 
     async def stop_older(self, job_id: str, generation: int) -> None:
         """End every run of the job that is older; none of them ever starts here again.
@@ -296,7 +301,7 @@ class RunManager:
     def state(self, job_id: str, generation: int) -> RunState | None:
         """The present state of a run."""
         run = self._runs.get((job_id, generation))
-        return run_state(run) if run is not None else None
+        return run_state(run, self._health) if run is not None else None
 
     def summaries(self) -> tuple[RunSummary, ...]:
         """The runs that have not ended."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pydantic import TypeAdapter
 
 from everstep.decide.faults import is_witness
-from everstep.decide.reports import MachineReport, RankReport
+from everstep.decide.reports import MachineReport, RankReport, Seen
+from everstep.decide.words import Action
 
 _REPORT = TypeAdapter(MachineReport)
 
@@ -37,19 +38,35 @@ class Cut:
     """A rank's report without it; None: the whole report is left out."""
     one_stays: bool = False
     """A machine of which no rank would be left keeps the one that ended first."""
+    observation: Callable[[Seen], Seen | None] = lambda seen: seen
+    """What a probe saw, without it; None: left out."""
 
     def applied(self, report: MachineReport) -> MachineReport:
         """A machine's report without it."""
         ranks = tuple(kept for rank in report.ranks if (kept := self.rank(rank)) is not None)
         if self.one_stays and report.ranks and not ranks:
             ranks = (max(report.ranks, key=lambda r: (r.exited_ago_s or 0.0, -r.rank)),)
-        return replace(report, ranks=ranks)
+        seen = tuple(s for one in report.observations if (s := self.observation(one)) is not None)
+        return replace(report, ranks=ranks, observations=seen)
 
 
 def _silent(rank: RankReport) -> RankReport:
     return replace(rank, log_lines=())
 
 
+def _figureless(seen: Seen) -> Seen:
+    return replace(seen, observation=replace(seen.observation, values={}))
+
+
+def _telling(seen: Seen) -> Seen | None:
+    """Only what calls for the machine's eviction may decide something by itself."""
+    return seen if seen.observation.action is Action.EVICT_MACHINE else None
+
+
+FIGURES = Cut("figures of what probes saw", lambda rank: rank, observation=_figureless)
+SMALL_OBSERVATIONS = Cut(
+    "what probes saw and calls for no eviction", lambda rank: rank, observation=_telling
+)
 STOPPED_LINES = Cut("log lines of stopped ranks", lambda r: _silent(r) if r.stopped_by_us else r)
 WITNESS_LINES = Cut(
     "log lines of ranks that only lost their peers", lambda r: _silent(r) if is_witness(r) else r
@@ -73,12 +90,14 @@ FACTS_FIRST = (
     STOPPED_LINES,
     WITNESS_LINES,
     OLDER_LINES,
+    FIGURES,
     LINES,
+    SMALL_OBSERVATIONS,
     MOST_STOPPED,
     MOST_WITNESSES,
     MOST_RANKS,
 )
-LINES_FIRST = (STOPPED_LINES, STOPPED_RANKS, OLDER_LINES, LINES)
+LINES_FIRST = (STOPPED_LINES, STOPPED_RANKS, OLDER_LINES, FIGURES, LINES, SMALL_OBSERVATIONS)
 
 
 def within(

@@ -278,6 +278,8 @@ class WatchRun(Message):
     """Machine to the cursor to resume its stream from."""
     until: WatchUntil = WatchUntil()
     policy: PolicySnapshot
+    told: tuple[str, ...] = ()
+    """Warnings that the job has recorded already: they are not worth a result again."""
 
 
 class WatchResult(Message):

@@ -1,0 +1,184 @@
+"""Machine probes in the fold of a watch: what stops a run at once, and what only goes on record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from activities.watch_probes import told_as
+from activities.watching import WARN_INTERVAL_MIN_S, Shard
+from everstep.decide.observation import Observation
+from everstep.decide.reports import Seen
+from everstep.decide.words import Action, Confidence, Symptom, Verdict
+from everstep.spec import messages as m
+from everstep.spec.agent_api import EventKind, EventLine
+from everstep.spec.probe_events import event_data
+from tests.activity.fakes import event, report, state
+from tests.activity.test_watching import SETTLE, connected
+
+XID = Observation(
+    probe="kernel_log",
+    target="gpu 3",
+    verdict=Verdict.FAULTY,
+    reason="GPU 3 has fallen off the bus (Xid 79)",
+    rule="xid_79",
+    symptom=Symptom.GPU_UNAVAILABLE,
+    action=Action.EVICT_MACHINE,
+)
+REPLAYS = replace(
+    XID,
+    probe="gpu",
+    rule="pcie_replay",
+    reason="many PCIe replays",
+    symptom=Symptom.NVLINK_PCIE,
+    action=Action.WARN_ONLY,
+)
+NO_STOP = {
+    "a warning": REPLAYS,
+    "not sure": replace(XID, confidence=Confidence.LOW),
+    "a check is wanted": replace(XID, action=Action.STOP_TIME_CHECK),
+    "a service outside": replace(XID, action=Action.WAIT_EXTERNAL),
+}
+SEQ = iter(range(1000, 10**6))
+
+
+def probe(observation: Observation, age_s: float = 0.0) -> EventLine:
+    return EventLine(
+        seq=next(SEQ),
+        kind=EventKind.PROBE,
+        age_s=age_s,
+        reason=observation.reason,
+        data=event_data(observation),
+    )
+
+
+def gone(observation: Observation) -> Observation:
+    return replace(observation, verdict=Verdict.HEALTHY, reason="nothing new")
+
+
+def tell(watch: Shard, machine: str, observation: Observation, now: float, **more: Any) -> None:
+    watch.take(watch.machines[machine], probe(observation, **more), now)
+
+
+def trouble(watch: Shard, now: float) -> m.WatchResult:
+    result = watch.result(now)
+    assert result is not None
+    assert result.kind == "trouble", result
+    return result
+
+
+def test_a_sure_fault_of_the_machine_stops_the_run_at_once() -> None:
+    watch = connected()
+    tell(watch, "m2", XID, 110, age_s=1.5)
+    assert watch.result(110 + SETTLE / 2) is None
+    (seen,) = trouble(watch, 110 + SETTLE).observations
+    assert (seen.kind, seen.machine_id, seen.rank) == (EventKind.PROBE, "m2", None)
+    assert (seen.verdict, seen.age_s) == (Verdict.FAULTY, 1.5)
+    assert seen.as_trigger().observation == XID
+
+
+def test_two_faults_of_one_machine_are_both_evidence() -> None:
+    watch = connected()
+    tell(watch, "m2", XID, 110)
+    tell(watch, "m2", replace(XID, target="gpu 4"), 110.1)
+    seen = trouble(watch, 111).observations
+    assert [o.data["target"] for o in seen] == ["gpu 3", "gpu 4"]
+
+
+def test_what_goes_within_the_settle_window_is_forgiven() -> None:
+    watch = connected()
+    tell(watch, "m1", XID, 110)
+    tell(watch, "m1", gone(XID), 110 + SETTLE / 2)
+    assert watch.result(130) is None
+
+
+@pytest.mark.parametrize("why", NO_STOP)
+def test_less_than_that_goes_on_record_once_and_nothing_stops(why: str) -> None:
+    observation = NO_STOP[why]
+    watch = connected()
+    for now in (110.0, 111.0, 112.0):
+        tell(watch, "m1", observation, now)
+        tell(watch, "m1", gone(observation), now + 0.5)
+    result = watch.result(100 + WARN_INTERVAL_MIN_S + 12)
+    assert result is not None
+    assert result.kind == "tick"
+    (seen,) = result.observations
+    assert (seen.kind, seen.verdict) == (EventKind.PROBE, Verdict.FAULTY)
+    assert seen.data["rule"] == observation.rule
+
+
+def test_unknown_is_neither_trouble_nor_a_warning() -> None:
+    watch = connected()
+    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 110)
+    assert watch.result(130) is None
+
+
+def test_a_probe_that_cannot_look_any_more_does_not_take_the_fault_back() -> None:
+    watch = connected()
+    tell(watch, "m1", XID, 110)
+    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 110.1)
+    assert trouble(watch, 111).observations[0].data["rule"] == "xid_79"
+
+
+def test_what_the_job_has_on_record_is_not_told_again() -> None:
+    key = ("m1", REPLAYS.probe, REPLAYS.target, REPLAYS.rule)
+    watch = connected(told=(told_as(key),))
+    tell(watch, "m1", REPLAYS, 110)
+    tell(watch, "m2", REPLAYS, 110)
+    result = watch.result(130)
+    assert result is not None
+    assert [o.machine_id for o in result.observations] == ["m2"]
+
+
+def test_what_was_kept_beside_is_evidence_of_a_later_trouble_with_its_present_age() -> None:
+    watch = connected()
+    tell(watch, "m1", REPLAYS, 110, age_s=1.0)
+    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 112)
+    data = {"exit_code": 1, "signal": None}
+    watch.take(watch.machines["m2"], event(EventKind.RANK_EXITED, rank=2, data=data), 150)
+    seen = trouble(watch, 151).observations
+    assert [o.kind for o in seen] == [EventKind.RANK_EXITED, EventKind.PROBE, EventKind.PROBE]
+    assert [o.verdict for o in seen[1:]] == [Verdict.FAULTY, Verdict.UNKNOWN]
+    assert seen[1].age_s == 42.0
+
+
+def test_the_present_state_tells_what_events_did_not() -> None:
+    watch = connected()
+    view = watch.machines["m2"]
+    watch.state(view, state("m2", report=report("m2", observations=(Seen(observation=XID),))), 110)
+    (seen,) = trouble(watch, 111).observations
+    assert (seen.machine_id, seen.data["rule"]) == ("m2", "xid_79")
+
+
+def test_the_present_state_takes_back_what_is_over() -> None:
+    watch = connected()
+    tell(watch, "m2", XID, 110)
+    over = Seen(observation=XID, age_s=9, cleared_ago_s=1)
+    watch.state(watch.machines["m2"], state("m2", report=report("m2", observations=(over,))), 110.1)
+    assert watch.result(130) is None
+
+
+def test_old_events_of_the_ring_do_not_count_against_the_present_state() -> None:
+    watch = connected()
+    tell(watch, "m1", XID, 110, age_s=3600.0)
+    assert watch.result(130) is None
+    tell(watch, "m1", XID, 131, age_s=1.0)
+    assert watch.result(140) is not None
+
+
+def test_a_probe_event_that_says_nothing_is_nothing() -> None:
+    watch = connected()
+    line = EventLine(seq=1, kind=EventKind.PROBE, reason="x", data={"verdict": "faulty"})
+    assert not watch.take(watch.machines["m1"], line, 110)
+    assert watch.result(130) is None
+
+
+def test_a_flood_of_warnings_stays_small() -> None:
+    watch = connected()
+    for n in range(2000):
+        tell(watch, "m1", replace(REPLAYS, target=f"gpu {n}", reason="x" * 5000), 110 + n / 1000)
+    result = watch.result(200)
+    assert result is not None
+    assert len(result.model_dump_json()) < 100_000
