@@ -283,6 +283,7 @@ def run_plan(request: m.StartRanks, ref: m.MachineRef, code_path: str | None) ->
         restore=request.restore,
         checkpoint_dir=request.checkpoint_dir,
         checkpoint_keep=spec.checkpoint.keep,
+        progress_pattern=spec.progress.pattern,
         policy=agent_run_policy(request.policy.policy),
     )
 
@@ -300,4 +301,15 @@ def agent_run_policy(policy: Policy) -> api.AgentRunPolicy:
         failure_grace_s=teardown.failure_grace.total_seconds(),
         kill_wait_s=teardown.kill_wait.total_seconds(),
         runs_kept_max=policy.retention.runs_on_machine_max,
+        signals=api.SignalPolicy(
+            log_hang_min_s=detection.log_hang_min.total_seconds(),
+            log_silent_after_s=detection.log_silent_after.total_seconds(),
+            loss_spike_factor=detection.loss_spike_factor,
+            loss_spike_window=detection.loss_spike_window,
+            loss_spike_sustained=detection.loss_spike_sustained,
+            loss_spike_warmup=detection.loss_spike_warmup,
+            step_time_factor=detection.step_time_factor,
+            step_time_window_s=detection.step_time_window.total_seconds(),
+            rdma_silent_after_s=detection.rdma_silent_after.total_seconds(),
+        ),
     )

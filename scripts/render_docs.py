@@ -169,6 +169,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "job": _model(job.JobSpec, member_docs(job, "JobSpec")),
     "layout": _model(job.Layout, member_docs(job, "Layout")),
     "checkpoint": _model(job.CheckpointSpec, member_docs(job, "CheckpointSpec")),
+    "progress": _model(job.ProgressSpec, member_docs(job, "ProgressSpec")),
     "torchrun": _torchrun,
 }
 

@@ -17,6 +17,7 @@ from pydantic import Field, StringConstraints
 
 from everstep.decide.reports import MachineReport, Seen
 from everstep.spec.base import JobName, MachineId, Message, StrictModel
+from everstep.spec.policy import ProbesPolicy
 
 API_VERSION = 1
 
@@ -61,6 +62,20 @@ class Command(StrictModel):
     """Instant on the agent's own monotonic clock after which the command must not take effect."""
 
 
+class SignalPolicy(StrictModel):
+    """When the numbers and the output of a run are worth an event (``docs/signals.md``)."""
+
+    log_hang_min_s: float
+    log_silent_after_s: float
+    loss_spike_factor: float
+    loss_spike_window: int
+    loss_spike_sustained: int
+    loss_spike_warmup: int
+    step_time_factor: float
+    step_time_window_s: float
+    rdma_silent_after_s: float
+
+
 class AgentRunPolicy(StrictModel):
     """What an agent decides by itself while it has a run, in seconds."""
 
@@ -73,6 +88,8 @@ class AgentRunPolicy(StrictModel):
     failure_grace_s: float
     kill_wait_s: float
     runs_kept_max: int
+    signals: SignalPolicy | None = None
+    """None in plans of before there were such rules: they do not apply then."""
 
 
 class RestorePointPlan(StrictModel):
@@ -103,6 +120,8 @@ class RunPlan(StrictModel):
     restore: RestorePointPlan | None = None
     checkpoint_dir: str | None = None
     checkpoint_keep: int = 3
+    progress_pattern: str | None = None
+    """The job's own regular expression for lines with a step."""
     policy: AgentRunPolicy
 
 
@@ -323,6 +342,8 @@ class RegistrationAnswer(Message):
     """For each job in the registration: the lowest generation that may run on this machine.
     Older ranks are stopped before anything else."""
     evicted: bool = False
+    probes: ProbesPolicy | None = None
+    """How machines are looked at, by the fleet's policy."""
 
 
 MachineInfo.model_rebuild()

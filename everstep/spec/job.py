@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self
@@ -94,6 +95,31 @@ class CheckpointSpec(StrictModel):
         return value
 
 
+class ProgressSpec(StrictModel):
+    """How to read progress from the output of a script that does not use the trainer library."""
+
+    pattern: Annotated[str, Field(max_length=500)] | None = None
+    """A regular expression for lines with a step, for scripts that print neither a known
+    framework's lines nor `step N loss X`: `(?P<step>\\d+)`, and if you like `(?P<loss>...)` and
+    `(?P<grad_norm>...)`. It is searched for in each line; then no other form is."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _names_a_step(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            groups = re.compile(value).groupindex
+        except (re.error, OverflowError, RecursionError, MemoryError) as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        if "step" not in groups:
+            raise ValueError(r"must have a group named step: (?P<step>\d+)")
+        unknown = sorted(groups.keys() - {"step", "loss", "grad_norm"})
+        if unknown:
+            raise ValueError(f"groups may be named step, loss and grad_norm, not {unknown[0]}")
+        return value
+
+
 class JobSpec(StrictModel):
     """One training job.
 
@@ -122,6 +148,8 @@ class JobSpec(StrictModel):
     from there. None: the command refers to files that are already on the machines."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Where the trainer library saves."""
+    progress: ProgressSpec = ProgressSpec()
+    """How to read progress from the output of a script that does not use the trainer library."""
     policy: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the fleet's policy for this job, in the policy file's own shape."""
     labels: Annotated[dict[str, str], Field(max_length=50)] = Field(default_factory=dict)

@@ -109,6 +109,26 @@ class DetectionPolicy(StrictModel):
     """No machine of a running job reachable for this long: tell a person (training goes on)."""
     progress_report_interval: Span
     """How often the step and loss shown in the Temporal UI are refreshed."""
+    log_hang_min: Span
+    """The same as ``hang_min`` for a script whose steps are read from its log: it cannot say that
+    it evaluates or saves."""
+    log_silent_after: Span
+    """A script that reports no steps at all, but has written regularly, is silent when it has
+    written nothing for this long (and for much longer than ever before in this run)."""
+    loss_spike_factor: Annotated[float, Field(ge=1.5, le=1000)]
+    """Loss or gradient norm of so many times its rolling baseline is a spike."""
+    loss_spike_window: Annotated[int, Field(ge=10, le=1000)]
+    """The baseline is the median of the last so many readings."""
+    loss_spike_sustained: Annotated[int, Field(ge=1, le=100)]
+    """So many readings in a row must be that high: single spikes recover by themselves."""
+    loss_spike_warmup: Annotated[int, Field(ge=10, le=1000)]
+    """Readings at the beginning of a run that are never judged."""
+    step_time_factor: Annotated[float, Field(ge=1.05, le=1000)]
+    """Steps that take so many times the best sustained pace of this run are slow."""
+    step_time_window: Span
+    """How long they must be slow, and how long a pace must have lasted to be the best."""
+    rdma_silent_after: Span
+    """No RDMA traffic for this long, on a machine that had some in this run, is worth a look."""
 
 
 class LadderPolicy(StrictModel):
@@ -237,6 +257,17 @@ class Policy(StrictModel):
 
 
 KEYS_SINCE_HISTORIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "detection": {
+        "log_hang_min": "8m",
+        "log_silent_after": "30m",
+        "loss_spike_factor": 5.0,
+        "loss_spike_window": 50,
+        "loss_spike_sustained": 5,
+        "loss_spike_warmup": 20,
+        "step_time_factor": 1.2,
+        "step_time_window": "10m",
+        "rdma_silent_after": "10m",
+    },
     "probes": {
         "gpu_interval": "10s",
         "host_interval": "2s",

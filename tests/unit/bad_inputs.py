@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPEC_KEYS = "accepted here: checkpoint, code, command, env, labels, layout, machines, name, policy, ranks_per_machine, working_dir"
+SPEC_KEYS = "accepted here: checkpoint, code, command, env, labels, layout, machines, name, policy, progress, ranks_per_machine, working_dir"
 SECTIONS = "accepted here: detection, ladder, machines, notify, probes, retention, teardown"
 JOB_SECTIONS = "detection, ladder, machines, teardown"
 
@@ -68,13 +68,16 @@ BAD_SPECS: tuple[BadInput, ...] = (
     _job("a reserved variable", "env: {RANK: '0'}\n", "{file}:3: env: got a mapping; RANK is set by Everstep for every run and cannot be overridden"),
     _job("a relative directory", "working_dir: run\n", "{file}:3: working_dir: got 'run'; must be an absolute path"),
     _job("a layout that does not fit", "layout: {tp: 3}\nmachines: 2\n", "{file}:3: layout: got sizes that do not fit; tp*cp*ep*dp*pp = 3*1*1*1*1 = 3, but machines*ranks_per_machine = 2"),
+    _job("a pattern that is none", "progress: {pattern: 'step (?P<step>'}\n", "{file}:3: progress.pattern: got 'step (?P<step>'; is no regular expression: missing ), unterminated subpattern at position 5"),
+    _job("a pattern without a step", "progress:\n  pattern: 'it (\\d+)'\n", "{file}:4: progress.pattern: got 'it (\\\\d+)'; must have a group named step: (?P<step>\\d+)"),
+    _job("a pattern with another group", "progress: {pattern: '(?P<step>.)(?P<los>.)'}\n", "{file}:3: progress.pattern: got '(?P<step>.)(?P<los>.)'; groups may be named step, loss and grad_norm, not los"),
     _job("an order without an axis", "layout:\n  order: [tp, dp]\n", "{file}:4: layout.order: got a list of 2; order must name each of tp, cp, ep, dp, pp exactly once"),
     _job("an unknown axis", "layout: {zp: 2}\n", "{file}:3: layout.zp: got a key that is not known; accepted here: cp, dp, ep, order, pp, tp"),
     _job("a relative checkpoint directory", "checkpoint: {dir: ckpt}\n", "{file}:3: checkpoint.dir: got 'ckpt'; must be an absolute path that every machine of the job can reach"),
     _job("a bad override", "policy:\n  ladder:\n    stable_after: 5\n", "{file}:5: policy.ladder.stable_after: got 5; a duration needs a unit: write 5s, 5m or 5h"),
     _job("an unknown override", "policy:\n  detect: {}\n", f"{{file}}:4: policy.detect: got a key that is not known; did you mean detection? accepted here: {JOB_SECTIONS}"),
     _job("the fleet's registrations", "policy:\n  machines:\n    register_interval: 1h\n", "{file}:5: policy.machines.register_interval: got '1h'; register_interval is the fleet's (an agent registers once for all jobs): set it in config/policy.yaml; a job may override command_timeout, command_validity, wait_poll_interval"),
-    _job("the fleet's heartbeats", "policy:\n  detection: {heartbeat_interval: 500ms}\n", "{file}:4: policy.detection.heartbeat_interval: got '500ms'; heartbeat_interval is the fleet's (an agent has one rhythm for all jobs): set it in config/policy.yaml; a job may override blind_job_after, exit_skew_max, first_step_max, hang_factor, hang_min, machine_lost_after, progress_report_interval, section_max, settle_window, watch_lost_after"),
+    _job("the fleet's heartbeats", "policy:\n  detection: {heartbeat_interval: 500ms}\n", "{file}:4: policy.detection.heartbeat_interval: got '500ms'; heartbeat_interval is the fleet's (an agent has one rhythm for all jobs): set it in config/policy.yaml; a job may override blind_job_after, exit_skew_max, first_step_max, hang_factor, hang_min, log_hang_min, log_silent_after, loss_spike_factor, loss_spike_sustained, loss_spike_warmup, loss_spike_window, machine_lost_after, progress_report_interval, rdma_silent_after, section_max, settle_window, step_time_factor, step_time_window, watch_lost_after"),
     _job("the fleet's ledger", "policy:\n  retention:\n    observations: 24h\n", f"{{file}}:5: policy.retention.observations: got '24h'; retention is the fleet's (disks and ledger are shared by all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
     _job("the fleet's webhook", "policy: {notify: {webhook_url_env: MY_HOOK}}\n", f"{{file}}:3: policy.notify.webhook_url_env: got a value that is not shown; notify is the fleet's (controllers have one webhook for all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
     _job("a misspelt key of the fleet's", "policy: {notify: {url: 'https://hooks.example/T0/key'}}\n", f"{{file}}:3: policy.notify.url: got a key that is not known; notify is the fleet's (controllers have one webhook for all jobs): set it in config/policy.yaml; a job may override {JOB_SECTIONS}"),
@@ -87,7 +90,7 @@ BAD_SPECS: tuple[BadInput, ...] = (
 BAD_POLICIES: tuple[BadInput, ...] = (
     BadInput("empty file", "", "{file}: got an empty file; keys like `detection:` and `ladder:` are needed"),
     BadInput("a misspelt section", "detektion:\n  hang_min: 5m\n", f"{{file}}:1: detektion: got a key that is not known; did you mean detection? {SECTIONS}"),
-    BadInput("a misspelt key", "detection:\n  # long steps\n  hang_minimum: 5m\n", "{file}:3: detection.hang_minimum: got a key that is not known; did you mean hang_min? accepted here: blind_job_after, exit_skew_max, first_step_max, hang_factor, hang_min, heartbeat_interval, machine_lost_after, progress_report_interval, section_max, settle_window, watch_lost_after"),
+    BadInput("a misspelt key", "detection:\n  # long steps\n  hang_minimum: 5m\n", "{file}:3: detection.hang_minimum: got a key that is not known; did you mean hang_min? accepted here: blind_job_after, exit_skew_max, first_step_max, hang_factor, hang_min, heartbeat_interval, log_hang_min, log_silent_after, loss_spike_factor, loss_spike_sustained, loss_spike_warmup, loss_spike_window, machine_lost_after, progress_report_interval, ..."),
     BadInput("a key without its section", "hang_min: 5m\n", f"{{file}}:1: hang_min: got a key that is not known; {SECTIONS}"),
     BadInput("a section without keys", "ladder:\n", "{file}:1: ladder: got nothing; a section with keys is needed"),
     BadInput("a time without a unit", "detection:\n  hang_min: 60\n", "{file}:2: detection.hang_min: got 60; a duration needs a unit: write 60s, 60m or 60h"),
