@@ -110,7 +110,7 @@ def policy_leaves() -> list[tuple[str, str, str, str]]:
     leaves = []
     for section, values in document.items():
         model: Any = policy.Policy.model_fields[section].annotation
-        docs = member_docs(policy, model.__name__)
+        docs = _docs_of(model)
         for key, value in values.items():
             comment = values.ca.items.get(key)
             tag = comment[2].value.strip().lstrip("# ").strip() if comment else ""
@@ -119,6 +119,15 @@ def policy_leaves() -> list[tuple[str, str, str, str]]:
                 (f"{section}.{key}", shown, tag.splitlines()[0] if tag else "", docs[key])
             )
     return leaves
+
+
+def _docs_of(model: type[BaseModel]) -> dict[str, str]:
+    """The strings under the fields of a model, its bases' too."""
+    docs: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if base.__module__.startswith("everstep.spec"):
+            docs |= member_docs(sys.modules[base.__module__], base.__name__)
+    return docs
 
 
 def _policy() -> str:

@@ -16,28 +16,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from everstep.spec.base import Duration, Message, StrictModel
-
-Count = Annotated[int, Field(ge=0, le=100_000)]
-_SHORTEST = timedelta(milliseconds=1)
-_LONGEST = timedelta(days=365)
-
-
-def _not_for_ever(value: timedelta) -> timedelta:
-    if value > _LONGEST:
-        raise ValueError("it must be 8760h (a year) or less")
-    return value
-
-
-def _not_nothing(value: timedelta) -> timedelta:
-    if value < _SHORTEST:
-        raise ValueError("it must be 1ms or more")
-    return value
-
-
-Wait = Annotated[Duration, AfterValidator(_not_for_ever)]
-"""A time that may be 0s: nothing is waited for then."""
-Span = Annotated[Duration, AfterValidator(_not_for_ever), AfterValidator(_not_nothing)]
-"""A time that cannot be nothing: an interval, or a limit that would always be passed."""
+from everstep.spec.probe_policy import HOST_KEYS_SINCE_HISTORIES, HostProbesPolicy
+from everstep.spec.spans import Count, Span, Wait
 
 
 def _longer_than_a_heartbeat(value: timedelta) -> timedelta:
@@ -195,7 +175,7 @@ class RetentionPolicy(StrictModel):
     """Observations in the ledger; incidents and decisions are kept for ever."""
 
 
-class ProbesPolicy(StrictModel):
+class ProbesPolicy(HostProbesPolicy):
     """Real-time checks of machines, and what they make of what they see."""
 
     gpu_interval: Span
@@ -290,6 +270,7 @@ KEYS_SINCE_HISTORIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "dcgm_url": "",
         "dcgm_timeout": "2s",
         "dcgm_misses_min": 3,
+        **HOST_KEYS_SINCE_HISTORIES,
     },
 }
 """Keys that came after the first recorded histories, and how a policy without them is read.
