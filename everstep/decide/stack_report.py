@@ -37,6 +37,24 @@ class StackSource(StrEnum):
     """No Python stack: only what ``/proc`` says about the process."""
 
 
+class Wait(StrEnum):
+    """What a stack shows its process to be waiting for."""
+
+    PEERS = "peers"
+    """A collective or a message of other ranks."""
+    DEVICE = "device"
+    """The device or the backward pass, which may in turn wait for other ranks."""
+    DATA = "data"
+    """The data loader, its own or one in processes of its own."""
+    CHECKPOINT = "checkpoint"
+    CHILD = "child"
+    """A child process, whatever that is for."""
+    WORK = "work"
+    """Something to do: a helper that is idle."""
+    NOTHING = "nothing"
+    """Nothing that is known here: it computes, or is stuck on its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackGroup:
     """Processes of one role with one stack, on one machine or on many."""
@@ -48,6 +66,7 @@ class StackGroup:
     """The exemplar, innermost first: ``function (file.py:12)``, or without the line where it
     changed while we looked; cut in length and number."""
     source: StackSource
+    waits_for: Wait = Wait.NOTHING
     state: str = ""
     """``T`` when the processes are stopped, ``D`` when they are blocked in the kernel."""
     moving: bool = False

@@ -3,8 +3,8 @@
 Ranks count up along the first axis of the order fastest, and machines hold consecutive ranks, which
 is how torchrun, Megatron-LM and torchtitan lay them out.
 
-Not here: the smallest group that covers some machines (over-eviction, later), and the spec's form
-of a layout (``everstep.spec.job.Layout``, whose sizes and order are the input here).
+Not here: which ranks are under suspicion (``aggregation``), and the spec's form of a layout
+(``everstep.spec.job.Layout``, whose sizes and order are the input here).
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """The smallest part of a job that holds some ranks."""
+
+    axis: str | None
+    """The axis of the parallel group; None: one machine is enough."""
+    machines: tuple[int, ...]
+    """All machines of the part, sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,9 @@ class Topology:
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that communicate with ``rank`` along ``axis``, itself among them."""
-        here = self.coordinates(rank)
-        return tuple(self.rank_at({**here, axis: at}) for at in range(self._size(axis)))
+        size, stride = self._size(axis), self._stride(axis)
+        first = rank - self.coordinates(rank)[axis] * stride
+        return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups along ``axis``, sorted by their first rank. Every rank is in exactly one."""
@@ -87,11 +98,47 @@ class Topology:
             found.append(tuple(self.rank_at({**fixed, axis: at}) for at in range(size)))
         return tuple(sorted(found))
 
+    def cover(self, ranks: Iterable[int]) -> Cover | None:
+        """The machine, or else the smallest parallel group, whose machines hold all of ``ranks``.
+
+        Machines are what counts: eviction takes whole ones. The fewest machines win, then the
+        group with fewer ranks, then the axis whose ranks are nearest to each other. A group that
+        needs every machine of the job singles nobody out, so it covers nothing; nor does one
+        machine of a job that has no other.
+
+        Returns:
+            None when there are no ranks, or when no such part holds them.
+        """
+        wanted = set(self.machines_of(ranks))
+        if not wanted or self.machines == 1:
+            return None
+        if len(wanted) == 1:
+            return Cover(None, tuple(wanted))
+        # Every group that can cover them all has a rank on each of their machines.
+        here = self.ranks_of(min(wanted))
+        best: tuple[int, int, int] | None = None
+        found: Cover | None = None
+        for place, (axis, size) in enumerate(self.axes):
+            if size == 1:
+                continue
+            for group in {self.group(axis, rank) for rank in here}:
+                machines = self.machines_of(group)
+                key = (len(machines), size, place)
+                better = best is None or key < best
+                if better and len(machines) < self.machines and wanted.issubset(machines):
+                    best, found = key, Cover(axis, machines)
+        return found
+
     def _size(self, axis: str) -> int:
         for name, size in self.axes:
             if name == axis:
                 return size
         raise ValueError(f"no such axis: {axis}")
+
+    def _stride(self, axis: str) -> int:
+        """Distance between two ranks that are neighbours along ``axis``."""
+        before = [name for name, _ in self.axes].index(axis)
+        return prod(size for _, size in self.axes[:before])
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
