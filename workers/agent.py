@@ -30,8 +30,10 @@ from everstep.machine.commands import CommandDesk, Machine
 from everstep.machine.fences import Fences
 from everstep.machine.folder import RunFolder
 from everstep.machine.guard import Doors
+from everstep.machine.health import HealthBoard
 from everstep.machine.journal import Journal
 from everstep.machine.launch import StateUnusable
+from everstep.machine.probing import MakeProbes, Probing
 from everstep.machine.registration import Registrar
 from everstep.machine.ring import EventRing
 from everstep.machine.runs import RunManager
@@ -45,6 +47,8 @@ from everstep.spec.agent_api import (
     Registration,
     RegistrationAnswer,
 )
+from everstep.spec.load import load_policy
+from workers.agent_probes import maker
 from workers.agent_start import AgentConfig, check, listening, own_state
 from workers.signals import end_signals
 
@@ -60,8 +64,12 @@ __all__ = ["AgentConfig", "run_agent"]
 log = structlog.get_logger(__name__)
 
 
-async def run_agent(config: AgentConfig) -> int:
+async def run_agent(config: AgentConfig, make_probes: MakeProbes | None = None) -> int:
     """Run an agent until it is told to end; returns the process's exit code.
+
+    Args:
+        config: its settings.
+        make_probes: the probes of this machine; None: those that the settings choose.
 
     Raises:
         ConfigurationProblem: it cannot start; one line that says why.
@@ -69,9 +77,14 @@ async def run_agent(config: AgentConfig) -> int:
     configure_logging("agent")
     tls = check(config)
     tokens = Secrets.load(config.secrets)
+    policy = load_policy(None).policy.probes
+    make = make_probes or maker(config.probe_choice)
+    for probe in make(policy):  # a wrong name is told now, and not once the agent serves
+        probe.close()
     with own_state(config.state) as folder, listening(config.listen) as listener:
         try:
-            agent = Agent(config, tokens, folder, listener, tls)
+            agent = Agent(config, tokens, folder, listener, tls, make)
+            await agent.probing.use(policy)
             return await agent.run()
         except StateUnusable as problem:
             raise ConfigurationProblem(f"--state {config.state}: {problem}") from None
@@ -87,6 +100,7 @@ class Agent:
         folder: Path,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
+        make_probes: MakeProbes,
     ) -> None:
         self._config = config
         self._tokens = tokens
@@ -102,6 +116,7 @@ class Agent:
             slots=config.slots,
         )
         self.ring = EventRing(folder / "events.ring")
+        self.probing = Probing(HealthBoard(folder / "health.json", self.ring.emit), make_probes)
         self.fences = Fences(folder / "fences")
         self.journal = Journal(folder / "commands.sqlite")
         self.runs = RunManager(
@@ -110,6 +125,7 @@ class Agent:
             emit=self.ring.emit,
             rank_user=config.rank_user,
             address=config.address,
+            health=self.probing,
         )
         self.streams = Streams(
             self.ring,
@@ -136,6 +152,7 @@ class Agent:
                     ring=self.ring,
                     streams=self.streams,
                     doors=Doors(controller=tokens.controller, metrics=tokens.metrics),
+                    health=self.probing,
                 )
             ),
             tls=tls,
@@ -180,6 +197,7 @@ class Agent:
             task.cancel()
         self.server.should_exit = True
         await asyncio.gather(serving, *others, return_exceptions=True)
+        await self.probing.close()
         await self.runs.close()
         self.ring.close()
         self.fences.close()
@@ -268,6 +286,8 @@ class Agent:
                 for job_id, generation in sorted(answer.fences.items())
             )
         )
+        if answer.probes is not None:
+            await self.probing.use(answer.probes)
         interval_s = answer.heartbeat_interval_s
         self.streams.heartbeat_interval_s = min(max(interval_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
 

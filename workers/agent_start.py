@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from everstep.errors import ConfigurationProblem
 from everstep.machine.wire import server_tls
 from everstep.spec.base import MachineId
+from workers.agent_probes import ProbeChoice
 
 
 class AgentConfig(BaseModel):
@@ -51,6 +52,7 @@ class AgentConfig(BaseModel):
     register_interval_s: float = 5.0
     stop_grace_s: float = 30.0
     kill_wait_s: float = 10.0
+    probe_choice: ProbeChoice = ProbeChoice()
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,7 @@ class Controller:
         return Intervals(
             register_interval_s=policy.machines.register_interval.total_seconds(),
             heartbeat_interval_s=policy.detection.heartbeat_interval.total_seconds(),
+            probes=policy.probes,
         )
 
     # --- ending

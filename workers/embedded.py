@@ -82,6 +82,11 @@ class EmbeddedOptions:
     """URL of the ledger; default: a SQLite file in the state directory."""
     part_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """More environment for a part, by its name (tests set failpoints so)."""
+    probes: str = "none"
+    """Probes of each agent. None by default: machines that share a host would all be evicted for
+    its one condition, and a busy laptop is not a sick machine."""
+    agent_flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """More flags for an agent, by its machine."""
 
 
 class Embedded:
@@ -113,6 +118,10 @@ class Embedded:
     def machine_state(self, machine_id: str) -> Path:
         """The state directory of a machine's agent."""
         return self.options.state / "machines" / machine_id
+
+    def site_checks(self, machine_id: str) -> Path:
+        """Where checks of this machine are put that no probe of ours makes."""
+        return self.options.state / "machines" / f"{machine_id}-checks"
 
     def log_path(self, name: str) -> Path:
         """The log of a part."""
@@ -252,6 +261,9 @@ class Embedded:
             "--address", HOST,
             "--slots", str(self.options.slots),
             "--stop-ranks-on-exit",
+            "--probes", self.options.probes,
+            "--site-checks", str(self.site_checks(machine_id)),
+            *self.options.agent_flags.get(machine_id, ()),
         )  # fmt: skip
 
         async def ready() -> bool:

@@ -35,6 +35,7 @@ from everstep.machine.guard import STATUS, Doors, Guard, Refusal, Refusals, one_
 from everstep.secrets import Secrets
 from everstep.spec.agent_api import API_VERSION, ErrorCode, Registration, RegistrationAnswer
 from everstep.spec.base import Message
+from everstep.spec.policy import ProbesPolicy
 
 REGISTER_PATH = "/v1/agents/register"
 LEDGER_MAX_S = 8.0
@@ -55,6 +56,7 @@ class Intervals(Message):
 
     register_interval_s: float
     heartbeat_interval_s: float
+    probes: ProbesPolicy | None = None
 
 
 class Health(Message):
@@ -159,6 +161,7 @@ async def _register(parts: EndpointParts, registration: Registration) -> Registr
         message=standing.message,
         register_interval_s=intervals.register_interval_s,
         heartbeat_interval_s=intervals.heartbeat_interval_s,
+        probes=intervals.probes,
         fences=dict(standing.fences),
         evicted=standing.evicted,
     )

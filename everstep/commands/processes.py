@@ -53,6 +53,9 @@ def up(
     temporal_binary: Annotated[
         str | None, typer.Option(help="The `temporal` program to use.", metavar="PATH")
     ] = None,
+    probes: Annotated[
+        str, typer.Option(help="Probes of each agent: all, none, or names.", metavar="NAME[,NAME]")
+    ] = "none",
 ) -> None:
     """Start the Temporal server, controllers and local agents; Ctrl-C ends them and their ranks."""
     from everstep.commands.common import places
@@ -75,6 +78,7 @@ def up(
         ui_port=ui_port,
         policy=policy,
         temporal_binary=temporal_binary,
+        probes=probes,
     )
     raise typer.Exit(asyncio.run(run_up(options)))
 
@@ -174,10 +178,20 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
     label: Annotated[
         list[str] | None, typer.Option(help="A label of this machine (repeatable).", metavar="K=V")
     ] = None,
+    probes: Annotated[
+        str, typer.Option(help="Probes to run: all, none, or names.", metavar="NAME[,NAME]")
+    ] = "all",
+    kernel_log: Annotated[
+        Path | None, typer.Option(help="Follow this file, not the kernel's log.", metavar="FILE")
+    ] = None,
+    site_checks: Annotated[
+        Path | None, typer.Option(help="Folder of the site's own checks.", metavar="DIR")
+    ] = None,
 ) -> None:
     """Run this machine's agent."""
     from everstep.process_log import configure_logging
     from workers.agent import AgentConfig, run_agent
+    from workers.agent_probes import ProbeChoice
 
     configure_logging("agent")
     config = AgentConfig(
@@ -195,6 +209,12 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
         tls_cert=tls_cert,
         tls_key=tls_key,
         tls_ca=tls_ca,
+        probe_choice=ProbeChoice(
+            probes=tuple(name for name in probes.split(",") if name),
+            kernel_log=kernel_log,
+            site_checks=site_checks,
+            paths=(state,),
+        ),
     )
     raise typer.Exit(asyncio.run(run_agent(config)))
 

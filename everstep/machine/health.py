@@ -50,6 +50,9 @@ class Health(Protocol):
     def healthy_probes(self) -> tuple[str, ...]:
         """Probes that found everything well."""
 
+    async def look_again(self, limit_s: float) -> None:
+        """Let all probes look now, for no longer than the limit."""
+
 
 class NoProbes:
     """The health of a machine that nobody looks at: nothing is known."""
@@ -61,6 +64,9 @@ class NoProbes:
     def healthy_probes(self) -> tuple[str, ...]:
         """None."""
         return ()
+
+    async def look_again(self, limit_s: float) -> None:
+        """Nobody looks."""
 
 
 @dataclass(slots=True)
@@ -110,12 +116,14 @@ class HealthBoard:
             for key in bad:
                 changed |= self._enter(key, found[key], now_s)
             blind = {o.target for o in found.values() if o.verdict is Verdict.UNKNOWN}
+            # A probe that does not come back says so about no target: it has looked at none.
+            all_blind = "" in blind and len(found) == len(bad)
             well = {o.target: o.reason for o in found.values() if o.verdict is Verdict.HEALTHY}
             for key, entry in self._entries.items():
                 if key[0] != probe or key in bad or entry.cleared_s is not None:
                     continue
                 faulty = entry.observation.verdict is Verdict.FAULTY
-                if faulty and key[1] in blind:
+                if faulty and (all_blind or key[1] in blind):
                     continue
                 changed |= self._clear(entry, well.get(key[1], "not seen any more"), now_s)
             self._looked[probe] = bool(found) and all(

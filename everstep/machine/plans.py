@@ -73,7 +73,8 @@ def _path_problems(plan: RunPlan) -> Iterator[str]:
 
 
 def _policy_problems(policy: AgentRunPolicy) -> Iterator[str]:
-    for name, value in policy.model_dump().items():
+    signals = policy.signals.model_dump() if policy.signals is not None else {}
+    for name, value in {**policy.model_dump(exclude={"signals"}), **signals}.items():
         if not math.isfinite(value) or not 0 <= value <= _LIMIT_MAX_S:
             yield f"run.policy.{name}: must be between 0 and a year"
     if policy.runs_kept_max < 1:

@@ -34,6 +34,7 @@ from everstep.spec.base import NAME_PATTERN
 
 _TICK_S = 0.1
 _HALF_STARTED_MAX_S = 3.0
+_LOOK_AGAIN_MAX_S = 1.0
 _STOPPED_FILE = "stopped"
 
 log = structlog.get_logger(__name__)
@@ -241,7 +242,11 @@ class RunManager:
                 observations=self._health.seen(),
                 healthy_probes=self._health.healthy_probes(),
             )
-        await run.stop(reason=reason, grace_s=grace_s, kill_wait_s=kill_wait_s, planned=planned)
+        # What killed a rank may be younger than the last look; the teardown takes as long.
+        await asyncio.gather(
+            run.stop(reason=reason, grace_s=grace_s, kill_wait_s=kill_wait_s, planned=planned),
+            self._health.look_again(_LOOK_AGAIN_MAX_S),
+        )
         return await asyncio.to_thread(machine_report, run, self._health)
 
     async def stop_older(self, job_id: str, generation: int) -> None:

@@ -72,6 +72,7 @@ async def test_a_machine_registers_and_learns_its_fences(bench: Bench) -> None:
         "heartbeat_interval_s": 2,
         "fences": {"job": 4},
         "evicted": False,
+        "probes": None,
     }
     assert bench.machines.registrations[0].jobs == {"job": 3}
 
