@@ -268,11 +268,16 @@ def _model_named(title: str) -> type[BaseModel] | None:
 
 def _model_at(model: type[BaseModel] | None, loc: Loc) -> type[BaseModel] | None:
     current = model
+    in_table = False
     for part in loc:
+        if in_table:  # the name of a row
+            in_table = False
+            continue
         if current is None or not isinstance(part, str):
             return None
         field = current.model_fields.get(part)
         current = _nested_model(field.annotation) if field is not None else None
+        in_table = field is not None and get_origin(field.annotation) is dict
     return current
 
 

@@ -1,0 +1,450 @@
+"""What a machine's kernel log says about the machine: judged as a set, not line by line.
+
+One line is seldom the whole story: the same Xid comes in bursts, a program's error from many
+programs is the GPU's, what follows a lost GPU is a consequence, and what was repaired is over.
+The catalogue (``kernel_rules``) says what each line means; this module says what they mean
+together, for a file (``judge``) and line by line as they come (``KernelJudge``).
+
+Not here: reading the log (``everstep.machine.probes``) and taking lines apart (``kernel_text``,
+``kernel_match``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from everstep.decide.kernel_match import Hit, Matcher
+from everstep.decide.kernel_rules import KernelClass, KernelRules, LineRule, NumberRule
+from everstep.decide.kernel_text import Clock, KernelLine, LineTime, parse
+from everstep.decide.observation import Observation, Value
+from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
+
+PROBE = "kernel_log"
+FINDINGS_MAX = 4_096
+EVIDENCE_LINES_MAX = 5
+EVIDENCE_CHARS_MAX = 300
+TEARDOWNS_MAX = 16
+PROGRAMS_MAX = 64
+_SURE_PROGRAMS = 3
+"""So many programs on one GPU make it the GPU; two of the same name only make it worth a check."""
+
+_RANK = {
+    Action.WARN_ONLY: 0,
+    Action.RETRY_IN_PLACE: 1,
+    Action.ROLLBACK_CODE: 2,
+    Action.FIX_CONFIG_GIVE_UP: 3,
+    Action.WAIT_EXTERNAL: 4,
+    Action.STOP_TIME_CHECK: 5,
+    Action.OVER_EVICT_GROUP: 6,
+    Action.EVICT_MACHINE: 7,
+}
+"""Which action a set of findings leads to: the one that leaves the least broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceLine:
+    """A line that a person would look at."""
+
+    number: int
+    """Counted from 1."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelVerdict:
+    """What a kernel log says about its machine."""
+
+    action: Action
+    symptom: Symptom
+    """UNKNOWN when nothing that means anything was found."""
+    side: Side
+    confidence: Confidence
+    rule: str
+    """Which row decided; empty: none."""
+    target: str
+    observations: tuple[Observation, ...]
+    """One for each finding that stands, the one that decided first."""
+    evidence: tuple[EvidenceLine, ...]
+    why: str
+    """One sentence for a person."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Finding:
+    hit: Hit
+    """The one that made it most serious."""
+    action: Action
+    first_s: float
+    last_s: float
+    order: int
+    last_action: Action = Action.WARN_ONLY
+    count: int = 0
+    cleared: bool = False
+    stayed: bool = False
+    due_s: float | None = None
+    """When its action is decided: a word that would soften it may still come."""
+    times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4_096))
+    evidence: list[EvidenceLine] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Program:
+    pid: int
+    name: str
+    at_s: float
+
+
+def judge(
+    lines: Iterable[str], rules: KernelRules, *, gpu_names: Mapping[str, str] | None = None
+) -> KernelVerdict:
+    """What a whole log says about its machine.
+
+    Args:
+        lines: in their order; with or without prefixes.
+        rules: the catalogue.
+        gpu_names: what the machine calls its GPUs, by PCI address.
+    """
+    judge_ = KernelJudge(rules, gpu_names=gpu_names)
+    for line in lines:
+        judge_.feed(line, 0.0)
+    return judge_.verdict()
+
+
+class KernelJudge:
+    """Judges lines as they come; bounded memory, however long it runs."""
+
+    def __init__(self, rules: KernelRules, *, gpu_names: Mapping[str, str] | None = None) -> None:
+        """Nothing has been seen yet; arguments as of ``judge``."""
+        self._rules = rules
+        self._matcher = Matcher(rules, gpu_names or {})
+        self._time = LineTime()
+        self._at_s: float | None = None
+        self._lines = 0
+        self._findings: dict[tuple[str, str], _Finding] = {}
+        self._watched: set[tuple[str, str]] = set()
+        """Findings that time alone may change."""
+        self._programs: dict[str, list[_Program]] = {}
+        self._teardowns: deque[tuple[float, float]] = deque(maxlen=TEARDOWNS_MAX)
+
+    def feed(self, line: str, at_s: float) -> list[Observation]:
+        """Take one line.
+
+        Args:
+            line: as it was read.
+            at_s: when it was read, in seconds of the reader's monotonic clock. The line's own time
+                counts for the distance between lines, where it has one.
+
+        Returns what is new: a finding, one that has become more serious, or one that is over.
+        """
+        self._lines += 1
+        parsed = parse(line)
+        if parsed.at_s is None:
+            self._pass_time(at_s)
+        self._at_s = at_s
+        now_s = self._time.at(parsed)
+        out = self._decide_due(now_s)
+        hit = self._matcher.match(parsed.message) if parsed.from_kernel else None
+        if hit is not None:
+            out += self._take(hit, parsed, now_s, at_s)
+        return out
+
+    def tick(self, at_s: float) -> list[Observation]:
+        """Time has passed: what was waiting for another line is decided."""
+        self._pass_time(at_s)
+        return self._decide_due(self._time.now_s)
+
+    def teardown(self, from_s: float, until_s: float) -> None:
+        """Processes are ended on purpose in this time (of the reader's clock)."""
+        self._teardowns.append((from_s, until_s))
+
+    def verdict(self) -> KernelVerdict:
+        """What all lines so far say together."""
+        for finding in self._findings.values():
+            if _is_softened(finding.hit.rule):
+                finding.action = self._softened(finding)
+            self._outlast(finding, self._time.now_s)
+        standing = [f for f in self._findings.values() if not f.cleared and not self._explained(f)]
+        standing.sort(key=lambda f: (-_RANK[f.action], f.order))
+        if not standing:
+            over = any(f.cleared for f in self._findings.values())
+            why = "what was reported is over" if over else "no line calls for an action"
+            return KernelVerdict(
+                action=Action.WARN_ONLY,
+                symptom=Symptom.UNKNOWN,
+                side=Side.UNCLEAR,
+                confidence=Confidence.LOW,
+                rule="",
+                target="",
+                observations=(),
+                evidence=tuple(e for f in self._findings.values() for e in f.evidence)[-1:],
+                why=why,
+            )
+        first = standing[0]
+        seen = tuple(self._observe(f, f.action) for f in standing)
+        return KernelVerdict(
+            action=first.action,
+            symptom=first.hit.rule.symptom,
+            side=first.hit.rule.side,
+            confidence=seen[0].confidence,
+            rule=first.hit.name,
+            target=first.hit.target,
+            observations=seen,
+            evidence=tuple(first.evidence),
+            why=seen[0].reason,
+        )
+
+    # --- One hit
+
+    def _take(self, hit: Hit, line: KernelLine, now_s: float, at_s: float) -> list[Observation]:
+        rule = hit.rule
+        if rule.teardown and any(a <= at_s <= b for a, b in self._teardowns):
+            return []
+        if isinstance(rule, LineRule):
+            early = line.clock is Clock.BOOT and line.at_s is not None
+            if early and (line.at_s or 0.0) < rule.boot_grace_s:
+                return []
+            if rule.clears:
+                return self._clear(hit, set(rule.clears))
+        if hit.recovery is not None and hit.recovery.clears:
+            self._programs.pop(hit.gpu, None)
+            return self._clear(hit, None)
+        finding = self._finding(hit, now_s)
+        merged = finding.count > 0 and now_s - finding.last_s <= self._rules.windows.burst_s
+        finding.times.append((now_s, hit.count))
+        finding.count += hit.count
+        finding.last_s = now_s
+        if len(finding.evidence) < EVIDENCE_LINES_MAX:
+            finding.evidence.append(EvidenceLine(self._lines, line.message[:EVIDENCE_CHARS_MAX]))
+        action = self._together(hit, finding, now_s)
+        if _is_softened(rule):
+            if not merged:
+                finding.due_s = now_s + self._rules.windows.settle_s
+            return []
+        return self._raise(finding, hit, action, merged=merged) + self._look_again(hit)
+
+    def _raise(
+        self, finding: _Finding, hit: Hit, action: Action, *, merged: bool
+    ) -> list[Observation]:
+        """Note an action; an observation unless it says nothing new."""
+        if _RANK[action] > _RANK[finding.action]:
+            finding.action, finding.hit = action, hit
+        more = _RANK[action] > _RANK[finding.last_action]
+        if merged and not more:
+            return []
+        finding.last_action = action
+        if self._explained(finding):
+            return []
+        return [self._observe(finding, action)]
+
+    def _finding(self, hit: Hit, now_s: float) -> _Finding:
+        key = (hit.name, hit.target)
+        finding = self._findings.get(key)
+        if finding is not None and finding.cleared:
+            # It is back: a new finding, which still knows how often it was there.
+            times = finding.times
+            del self._findings[key]
+            finding = None
+        else:
+            times = deque(maxlen=4_096)
+        if finding is None:
+            while len(self._findings) >= FINDINGS_MAX:
+                del self._findings[next(iter(self._findings))]
+            finding = self._findings[key] = _Finding(
+                hit=hit,
+                action=Action.WARN_ONLY,
+                first_s=now_s,
+                last_s=now_s,
+                order=self._lines,
+                times=times,
+            )
+            rule = hit.rule
+            if _is_softened(rule) or (isinstance(rule, LineRule) and rule.stay is not None):
+                self._watched.add(key)
+        return finding
+
+    def _together(self, hit: Hit, finding: _Finding, now_s: float) -> Action:
+        """The action of a hit, with what came before it."""
+        action = hit.action
+        rule = hit.rule
+        if isinstance(rule, NumberRule):
+            if rule.several_programs:
+                action = _worse(action, self._programs_say(hit, now_s))
+            return action
+        if rule.repeat is not None:
+            recent = sum(n for at, n in finding.times if now_s - at <= rule.repeat.within_s)
+            if recent >= rule.repeat.count:
+                # Without times nobody can say that they lie close together.
+                guess = rule.repeat.action is Action.EVICT_MACHINE and not self._time.timed
+                action = _worse(action, Action.STOP_TIME_CHECK if guess else rule.repeat.action)
+        return action
+
+    def _programs_say(self, hit: Hit, now_s: float) -> Action:
+        """Whether the errors of several programs are those of the GPU that they ran on."""
+        windows = self._rules.windows
+        if hit.pid is not None:
+            seen = self._programs.setdefault(hit.gpu, [])
+            seen[:] = [p for p in seen if now_s - p.at_s <= windows.programs_s][-PROGRAMS_MAX:]
+            # Programs that fail in the same moment share a fate (MPS), so they count as one.
+            fresh = all(p.pid != hit.pid for p in seen) and (
+                not self._time.timed or all(now_s - p.at_s > windows.burst_s for p in seen)
+            )
+            if fresh:
+                seen.append(_Program(hit.pid, hit.program, now_s))
+        here = self._programs.get(hit.gpu, [])
+        elsewhere = max((len(p) for gpu, p in self._programs.items() if gpu != hit.gpu), default=0)
+        # A program that is wrong is wrong on every GPU it runs on.
+        if len(here) < 2 * (elsewhere + 1):
+            return Action.WARN_ONLY
+        names = {p.name for p in here}
+        sure = len(here) >= _SURE_PROGRAMS or len(names) > 1
+        return Action.EVICT_MACHINE if sure else Action.STOP_TIME_CHECK
+
+    # --- What other lines change
+
+    def _explained(self, finding: _Finding) -> bool:
+        """Whether something else that was found makes this one a consequence."""
+        rule = finding.hit.rule
+        names = set(rule.explained_by)
+        within_s = self._rules.windows.consequences_s
+        if isinstance(rule, LineRule):
+            within_s = rule.explained_within_s
+        if finding.hit.caused_by is not None:
+            names.add(f"xid_{finding.hit.caused_by}")
+        if not names:
+            return False
+        return any(
+            other.hit.name in names
+            and not other.cleared
+            and other.first_s - within_s <= finding.last_s
+            and finding.first_s <= other.last_s + within_s
+            for other in self._findings.values()
+        )
+
+    def _softened(self, finding: _Finding) -> Action:
+        """The action of a finding that hangs on the other Xids of its GPU."""
+        rule = finding.hit.rule
+        if not isinstance(rule, NumberRule) or rule.softened_action is None:
+            return finding.hit.action
+        others = {
+            other.hit.xid
+            for other in self._findings.values()
+            if other.hit.gpu == finding.hit.gpu
+            and not other.cleared
+            and isinstance(other.hit.rule, NumberRule)
+            and not other.hit.rule.teardown
+            and not other.hit.rule.several_programs
+            and not _is_softened(other.hit.rule)
+            and abs(other.last_s - finding.last_s) <= self._rules.windows.consequences_s
+        }
+        return rule.softened_action if others == {rule.softened_by} else finding.hit.action
+
+    def _look_again(self, hit: Hit) -> list[Observation]:
+        """Findings of the same GPU that were softened before this hit came."""
+        out: list[Observation] = []
+        if not hit.gpu:
+            return out
+        for finding in self._findings.values():
+            decided = finding.due_s is None and not finding.cleared
+            if decided and finding.hit.gpu == hit.gpu and _is_softened(finding.hit.rule):
+                out += self._raise(finding, finding.hit, self._softened(finding), merged=True)
+        return out
+
+    def _decide_due(self, now_s: float) -> list[Observation]:
+        out: list[Observation] = []
+        for key in list(self._watched):
+            finding = self._findings.get(key)
+            if finding is None or finding.cleared:
+                self._watched.discard(key)
+                continue
+            if finding.due_s is not None and now_s >= finding.due_s:
+                finding.due_s = None
+                out += self._raise(finding, finding.hit, self._softened(finding), merged=False)
+            out += self._outlast(finding, now_s)
+        return out
+
+    def _outlast(self, finding: _Finding, now_s: float) -> list[Observation]:
+        """What has lasted too long to pass by itself."""
+        rule = finding.hit.rule
+        stay = rule.stay if isinstance(rule, LineRule) else None
+        if stay is None or finding.cleared or finding.stayed:
+            return []
+        if now_s - finding.last_s < stay.for_s:
+            return []
+        finding.stayed = True
+        return self._raise(finding, finding.hit, stay.action, merged=True)
+
+    def _clear(self, hit: Hit, names: set[str] | None) -> list[Observation]:
+        """What is over now, for the target of the hit only; ``names`` None: all of it."""
+        over = [
+            finding
+            for finding in self._findings.values()
+            if finding.hit.target == hit.target
+            and not finding.cleared
+            and (names is None or finding.hit.name in names)
+        ]
+        for finding in over:
+            finding.cleared = True
+        if not over:
+            return []
+        was = ", ".join(sorted({finding.hit.name for finding in over}))
+        return [
+            Observation(
+                probe=PROBE,
+                verdict=Verdict.HEALTHY,
+                reason=f"{_reason(hit, 1)}: over is {was}",
+                target=hit.target,
+                rule=hit.name,
+                values={**hit.values, "cleared": was},
+            )
+        ]
+
+    def _pass_time(self, at_s: float) -> None:
+        if self._at_s is not None:
+            self._time.advance(at_s - self._at_s)
+        self._at_s = at_s
+
+    # --- Words
+
+    def _observe(self, finding: _Finding, action: Action) -> Observation:
+        hit = finding.hit
+        values: dict[str, Value] = {**hit.values, "count": finding.count}
+        if finding.evidence:
+            values["line"] = finding.evidence[0].text
+        return Observation(
+            probe=PROBE,
+            verdict=Verdict.FAULTY,
+            reason=_reason(hit, finding.count),
+            target=hit.target,
+            rule=hit.name,
+            symptom=hit.rule.symptom,
+            action=action,
+            confidence=_confidence(action, hit),
+            values=values,
+        )
+
+
+def _is_softened(rule: NumberRule | LineRule) -> bool:
+    return isinstance(rule, NumberRule) and rule.softened_by is not None
+
+
+def _worse(first: Action, second: Action) -> Action:
+    return first if _RANK[first] >= _RANK[second] else second
+
+
+def _confidence(action: Action, hit: Hit) -> Confidence:
+    sure = action is Action.EVICT_MACHINE or hit.rule.kind is KernelClass.OUT_OF_MEMORY
+    return Confidence.HIGH if sure else Confidence.LOW
+
+
+def _reason(hit: Hit, count: int) -> str:
+    what = hit.rule.meaning
+    if isinstance(hit.rule, NumberRule):
+        word, _, number = hit.name.partition("_")
+        what = f"{'SXid' if word == 'sxid' else 'Xid'} {number}: {what}"
+        if hit.rule.documented:
+            what += f" (documented: {hit.rule.documented})"
+    where = f" on {hit.target}" if hit.target else ""
+    times = f", {count} times" if count > 1 else ""
+    return f"{what}{where}{times}"
