@@ -53,6 +53,24 @@ class Stall(_Mutable):
     since_ns: int
 
 
+class LogStall(_Mutable):
+    """No step line has come for too long, in any rank's log."""
+
+    rank: int
+    """Whose log had the last one."""
+    positions: dict[int, int]
+    """Where in each log the last step or phase stood."""
+    since_ns: int
+
+
+class SignalTold(_Mutable):
+    """A signal that was told and is not over, with what its end is judged by."""
+
+    series: str = ""
+    rank: int | None = None
+    limit: float | None = None
+
+
 class Facts(_Mutable):
     """All of it, for one run on one machine."""
 
@@ -69,6 +87,13 @@ class Facts(_Mutable):
     stalls: dict[int, Stall] = Field(default_factory=dict)
     early_exit_reported: bool = False
     step_time_s: float | None = None
+    log_gap_s: float | None = None
+    """Usual time between step lines."""
+    log_pause_s: float = 0.0
+    """Longest time between step lines."""
+    log_stall: LogStall | None = None
+    signals: dict[str, SignalTold] = Field(default_factory=dict)
+    """By kind of event."""
     stopping: Stopping | None = None
     exit_evidence: dict[int, Evidence] = Field(default_factory=dict)
     """The same as ``Stopping.evidence``, for ranks that ended by themselves."""

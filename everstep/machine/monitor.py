@@ -5,10 +5,12 @@ tested in microseconds. All instants are nanoseconds of this machine's monotonic
 belongs to one run; nothing is carried over to the next.
 
 In a collective all ranks stall together: each is reported, with the letter of its process state,
-so that the stopped one (``T``) can be named. A script without the trainer library reports nothing;
-then there is no first step and no hang rule here (a silent rank is not a hanging one).
+so that the stopped one (``T``) can be named. For ranks that report no steps, those in their logs
+are taken (``log_progress``); where there are none either, there is no first step and no hang rule
+(a silent rank is not a hanging one).
 
-Not here: reading (``progress``), exits and teardown (``run``), and what to do (the job's ladder).
+Not here: reading (``progress``, ``framework_log_reader``), the rules for losses, pace and output
+(``job_signals``), exits and teardown (``run``), and what to do (the job's ladder).
 """
 
 from __future__ import annotations
@@ -17,30 +19,26 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 from everstep.machine.facts import Facts, Stall
+from everstep.machine.framework_log_reader import LogReading
+from everstep.machine.job_signals import JobSignals
+from everstep.machine.log_progress import LogProgress
+from everstep.machine.observed import NS, Observed
 from everstep.machine.progress import NO_ACTIVITY, Progress
 from everstep.spec.agent_api import AgentRunPolicy, EventKind
 
-NS = 1_000_000_000
+__all__ = ["NS", "Observed", "RunMonitor"]
+
+_UNSEEN_S = 5.0
+"""A pause between two looks that is longer than this was not the ranks' doing alone: the machine
+was frozen, or the agent starved. It is not held against them."""
 _SAMPLES = 64
 _SAMPLES_MIN = 3
 _QUANTILE = 0.9
 _LEARNED_CHANGE = 1.25
 """The learned step time is noted for the agent's successor when it has changed by this factor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """One fact worth an event."""
-
-    kind: EventKind
-    rank: int | None
-    reason: str
-    data: dict[str, Any] = field(default_factory=dict)
-    at_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +69,55 @@ class RunMonitor:
         """The same, time in sections included: all there is of a job that saves at every step."""
         self.changed = False
         """Set when ``facts`` were changed and should be saved; the caller resets it."""
+        self._logs = LogProgress(policy, facts)
+        self._signals = (
+            JobSignals(policy.signals, facts, hang_factor=policy.hang_factor)
+            if policy.signals is not None
+            else None
+        )
+        self._looked_ns: int | None = None
+        self._unseen: tuple[int, int] | None = None
+        """Begin and end of the last pause in which nobody looked."""
 
     @property
     def uses_library(self) -> bool:
         """Whether any local rank has attached to the trainer library."""
         return any(progress.attached for progress in self._seen.values())
 
+    @property
+    def library_steps(self) -> bool:
+        """Whether any local rank reports steps through the trainer library: logs count no more."""
+        return any(p.attached and p.steps_reported > 0 for p in self._seen.values())
+
+    @property
+    def log_steps(self) -> bool:
+        """Whether steps are read from logs."""
+        return self._logs.steps and not self.library_steps
+
     def progress(self, rank: int) -> Progress | None:
-        """The rank's last known progress."""
-        return self._seen.get(rank)
+        """The rank's last known progress, as it reported it or as its log shows it."""
+        seen = self._seen.get(rank)
+        if self.library_steps:
+            return seen
+        shown = self._logs.progress(rank)
+        if seen is None or shown is None:
+            return seen or shown
+        return replace(
+            seen,
+            step=shown.step,
+            loss=shown.loss,
+            grad_norm=shown.grad_norm,
+            step_at_ns=shown.step_at_ns,
+            steps_reported=shown.steps_reported,
+            nonfinite_step=shown.nonfinite_step,
+            source=shown.source,
+        )
 
     def stalled_for_s(self, rank: int, now_ns: int) -> float | None:
         """Seconds without progress of a rank that is beyond its limit; None if it is moving."""
         stall = self._facts.stalls.get(rank)
-        return None if stall is None else round((now_ns - stall.since_ns) / NS, 3)
+        since_ns = stall.since_ns if stall is not None else self._logs.stalled_since_ns(rank)
+        return None if since_ns is None else round((now_ns - since_ns) / NS, 3)
 
     def observe(
         self,
@@ -92,19 +125,78 @@ class RunMonitor:
         readings: Mapping[int, Progress | None],
         live: Collection[int],
         process_state: Callable[[int], str | None],
+        logs: Mapping[int, LogReading] | None = None,
     ) -> list[Observed]:
-        """Take one reading of every rank; ``live`` are those whose process exists."""
-        found: list[Observed] = []
+        """Take one reading of every rank; ``live`` are those whose process exists.
+
+        ``logs`` is what ranks' logs tell; None: they were not looked at.
+        """
+        self._note_absence(now_ns)
         for rank in self._ranks:
             reading = readings.get(rank)
             if reading is not None:
                 self._take(rank, reading, now_ns)
-                found += self._reported_trouble(rank, reading)
+        if logs is not None:
+            self._logs.take(now_ns, logs)
+        found: list[Observed] = []
+        for rank in self._ranks:
+            progress = self.progress(rank)
+            if progress is not None:
+                found += self._reported_trouble(rank, progress)
         found += self._first_step(now_ns)
         for rank in sorted(live):
             found += self._rhythm(rank, now_ns, process_state)
+        if self.log_steps:
+            found += self._logs.judge(now_ns, live, process_state)
+        found += self._job_signals(now_ns, logs or {}, live)
         self._note_step_time()
+        self.changed |= self._logs.changed
+        self._logs.changed = False
         return found
+
+    def _job_signals(
+        self, now_ns: int, logs: Mapping[int, LogReading], live: Collection[int]
+    ) -> list[Observed]:
+        if self._signals is None:
+            return []
+        stepping = {
+            rank: progress
+            for rank in self._ranks
+            if (progress := self.progress(rank)) is not None and progress.steps_reported > 0
+        }
+        if stepping:
+            found = self._signals.steps(now_ns, stepping, logs, in_phase=self._logs.in_phase)
+        elif not self.uses_library:
+            found = self._signals.output(now_ns, logs, live=bool(live))
+        else:
+            found = []
+        self.changed |= self._signals.changed
+        self._signals.changed = False
+        return found
+
+    def traffic(self, now_ns: int, total_bytes: int) -> list[Observed]:
+        """Take the sum of the machine's RDMA counters; called about every half minute."""
+        if self._signals is None:
+            return []
+        seen = self._seen.values()
+        excused = (
+            not self._facts.first_step
+            or any(progress.section is not None for progress in seen)
+            or self._logs.in_phase
+        )
+        found = self._signals.traffic(now_ns, total_bytes, excused=excused)
+        self.changed |= self._signals.changed
+        self._signals.changed = False
+        return found
+
+    def _note_absence(self, now_ns: int) -> None:
+        before, self._looked_ns = self._looked_ns, now_ns
+        if before is None or now_ns - before <= _UNSEEN_S * NS:
+            return
+        self._unseen = (before, now_ns)
+        self._logs.excuse((now_ns - before) / NS)
+        if self._signals is not None:
+            self._signals.excuse((now_ns - before) / NS)
 
     def _take(self, rank: int, reading: Progress, now_ns: int) -> None:
         before = self._seen.get(rank)
@@ -176,29 +268,46 @@ class RunMonitor:
         if self._facts.first_step:
             return []
         seen = [self.progress(rank) for rank in self._ranks]
-        reported = [p for p in seen if p is not None and p.attached and p.steps_reported > 0]
-        if len(reported) < len(self._ranks):
+        reported = [p for p in seen if p is not None and p.steps_reported > 0]
+        # One rank prints for all; but each reports for itself.
+        if len(reported) < (1 if self.log_steps else len(self._ranks)):
             return []
         self._facts.first_step = True
         self.changed = True
         single = all(p.steps_reported == 1 for p in reported)
+        source = reported[0].source
         return [
             Observed(
                 kind=EventKind.FIRST_STEP,
                 rank=None,
-                reason="every rank of this machine has reported a step",
-                data={"step": min((p.step for p in reported if p.step is not None), default=None)},
+                reason=(
+                    "every rank of this machine has reported a step"
+                    if source == "library"
+                    else "a rank of this machine has printed a step"
+                ),
+                data={
+                    "step": min((p.step for p in reported if p.step is not None), default=None),
+                    "source": source,
+                },
                 at_ns=min(max(p.step_at_ns for p in reported), now_ns) if single else None,
             )
         ]
 
     def _limit(self, rank: int) -> _Limit | None:
         """How long the rank may be silent, and since when; None: no rule applies to it."""
+        limit = self._plain_limit(rank)
+        if limit is None or self._unseen is None:
+            return limit
+        begin_ns, end_ns = self._unseen
+        unseen_ns = max(0, end_ns - max(begin_ns, limit.since_ns))
+        return _Limit(limit.since_ns + unseen_ns, limit.limit_s)
+
+    def _plain_limit(self, rank: int) -> _Limit | None:
         policy = self._policy
         progress = self._seen.get(rank)
         if progress is None or not progress.attached:
             # Only a rank whose neighbours use the library is known to be late with attaching.
-            if not self.uses_library:
+            if not self.uses_library or self.log_steps:
                 return None
             return _Limit(self._started_ns, policy.first_step_max_s)
         moved_ns = max(self._started_ns, progress.step_at_ns, progress.section_left_ns)
@@ -208,10 +317,19 @@ class RunMonitor:
         if progress.finished:
             return _Limit(self._finished_ns.get(rank, moved_ns), policy.section_max_s)
         if progress.steps_reported == 0:
-            return _Limit(moved_ns, policy.first_step_max_s)
+            # It may use the library for checkpoints only; its log shows that it trains then.
+            return None if self.log_steps else _Limit(moved_ns, policy.first_step_max_s)
+        return _Limit(moved_ns, self._step_limit_s(progress))
+
+    def _step_limit_s(self, progress: Progress) -> float:
+        policy = self._policy
         if self.step_time_s is None:
-            return _Limit(moved_ns, max(policy.hang_min_s, policy.first_step_max_s))
-        return _Limit(moved_ns, max(policy.hang_min_s, policy.hang_factor * self.step_time_s))
+            return max(policy.hang_min_s, policy.first_step_max_s)
+        limit_s = max(policy.hang_min_s, policy.hang_factor * self.step_time_s)
+        # After a long section the next step is a first one again: data loaders start their
+        # processes, and what was compiled for training may be compiled once more.
+        away_s = (progress.section_left_ns - progress.step_at_ns) / NS
+        return max(limit_s, policy.first_step_max_s) if away_s > policy.hang_min_s else limit_s
 
     def _rhythm(
         self, rank: int, now_ns: int, process_state: Callable[[int], str | None]

@@ -14,6 +14,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 PROGRESS_BYTES = 4096
 MAGIC = b"EVSTPRG1"
@@ -52,6 +53,8 @@ class Progress:
     committed_step: int | None
     save_failed_step: int | None
     save_error: str | None
+    source: Literal["library", "log"] = "library"
+    """Where step, loss and gradient norm are from."""
 
     @property
     def activity(self) -> tuple[int, int, str, int, int, bool]:

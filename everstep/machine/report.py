@@ -21,6 +21,7 @@ from everstep.spec.agent_api import RunState, RunSummary
 _LOG_BYTES_PER_MACHINE = 16_000
 _LOG_BYTES_PER_RANK = 1_500
 NO_PROGRESS = "no rank has attached to the trainer library: no first step and no hang rule here"
+FROM_LOG = "steps are read from what ranks print: who is behind does not show in them"
 
 
 def _state(run: Run, rank: int) -> RankState:
@@ -62,7 +63,8 @@ def _rank_report(run: Run, rank: int, now_ns: int, log_bytes: int) -> RankReport
         exit_code=ended.code if ended is not None else None,
         signal=ended.signal if ended is not None else None,
         stopped_by_us=run.stopped_by_us(rank),
-        step=progress.step if progress is not None else None,
+        # What is printed may lie in a buffer: comparing ranks by it would blame the wrong one.
+        step=progress.step if progress is not None and progress.source == "library" else None,
         nonfinite_step=progress.nonfinite_step if progress is not None else None,
         stalled_for_s=evidence.stalled_for_s,
         process_state=evidence.process_state,
@@ -84,7 +86,9 @@ def machine_report(run: Run, health: Health) -> MachineReport:
     ranks = run.record.ranks
     log_bytes = max(300, min(_LOG_BYTES_PER_RANK, _LOG_BYTES_PER_MACHINE // len(ranks)))
     notes = [run.facts.note] if run.facts.note else []
-    if not run.monitor.uses_library:
+    if run.monitor.log_steps:
+        notes.append(FROM_LOG)
+    elif not run.monitor.uses_library:
         notes.append(NO_PROGRESS)
     return MachineReport(
         machine_id=run.record.machine_id,
@@ -122,6 +126,8 @@ def run_summary(run: Run) -> RunSummary:
     stepped = [p for p in seen if p.step is not None]
     newest = max(stepped, key=lambda p: p.step_at_ns, default=None)
     lowest = min(stepped, key=lambda p: p.step or 0, default=None)
+    if run.monitor.log_steps:
+        lowest = max(stepped, key=lambda p: p.step or 0, default=None)  # one prints for all
     return RunSummary(
         job_id=run.record.job_id,
         run_id=run.record.plan.run_id,

@@ -13,16 +13,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Any
 
 from everstep.machine.facts import Evidence, FactsFile, Stopping
 from everstep.machine.folder import RankExit, RunFolder, RunRecord
 from everstep.machine.logtail import RankLog, within
-from everstep.machine.monitor import NS, RunMonitor
+from everstep.machine.monitor import NS, Observed, RunMonitor
 from everstep.machine.proc import Scope, boot_id
 from everstep.machine.processes import RESOLVE_MAX_S, Listener, RunProcesses
-from everstep.machine.progress import ProgressReader
 from everstep.machine.reporter import REASON_MAX, Emit, Reporter
+from everstep.machine.senses import Senses
 from everstep.machine.teardown import Teardown
 from everstep.spec.agent_api import EventKind
 
@@ -51,7 +50,7 @@ class Run:
             ),
         )
         self.monitor: RunMonitor
-        self._readers = {rank: ProgressReader(folder.progress(rank)) for rank in record.ranks}
+        self._senses = Senses(folder, record)
         self.logs = {rank: RankLog(folder.log(rank), folder.error(rank)) for rank in record.ranks}
         self._settle_timer: asyncio.TimerHandle | None = None
         self._teardown: Teardown | None = None
@@ -77,6 +76,7 @@ class Run:
             ),
             facts=self.facts,
         )
+        self._senses.follow_logs(fresh=fresh)
         if self.facts.ended:
             self._remember_the_end()
             return
@@ -89,9 +89,9 @@ class Run:
     def _remember_the_end(self) -> None:
         records = self.folder.read_exits()
         self.exits = {r: e for r, e in records.items() if r not in self.facts.unknown_exits}
-        self.monitor.observe(0, self._readings(), (), lambda _: None)
+        self._senses.look(self.monitor, 0, (), judged=(), process_state=lambda _: None)
         self.processes.detach()
-        self._close_readers()
+        self._senses.close()
 
     def _announce_adoption(self) -> None:
         live = self.processes.live
@@ -114,11 +114,7 @@ class Run:
         if self._winding is not None:
             self._winding.cancel()
         self.processes.detach()
-        self._close_readers()
-
-    def _close_readers(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        self._senses.close()
 
     # --- what is known -------------------------------------------------------------------------
 
@@ -233,18 +229,22 @@ class Run:
         """Look at progress; called about ten times a second while the run is live."""
         if self.processes.handles:
             self._observe(now_ns)
+            if self._winding is None:
+                self._tell(self._senses.traffic(self.monitor, now_ns))
             self._check_exit_skew(now_ns)
 
-    def _readings(self) -> dict[int, Any]:
-        handles = self.processes.handles
-        return {
-            rank: reader.read(final=rank not in handles) for rank, reader in self._readers.items()
-        }
-
     def _observe(self, now_ns: int) -> None:
+        handles = self.processes.handles
         # Once the end has begun, silence is expected.
-        judged = () if self._winding is not None else tuple(self.processes.handles)
-        for fact in self.monitor.observe(now_ns, self._readings(), judged, self.process_state):
+        judged = () if self._winding is not None else tuple(handles)
+        self._tell(
+            self._senses.look(
+                self.monitor, now_ns, handles, judged=judged, process_state=self.process_state
+            )
+        )
+
+    def _tell(self, facts: list[Observed]) -> None:
+        for fact in facts:
             self.reporter.emit(
                 fact.kind, rank=fact.rank, reason=fact.reason, data=fact.data, at_ns=fact.at_ns
             )
@@ -401,4 +401,4 @@ class Run:
         )
         self.facts.ended = True
         self.reporter.save()
-        self._close_readers()
+        self._senses.close()

@@ -1,0 +1,62 @@
+"""What the agent looks at for a run: progress files, logs, and the machine's RDMA counters.
+
+Not here: what it means (``monitor``), and exits, which come by themselves (``processes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from everstep.machine import rdma
+from everstep.machine.folder import RunFolder, RunRecord
+from everstep.machine.framework_log_reader import LogReading, RunLogs
+from everstep.machine.monitor import NS, Observed, RunMonitor
+from everstep.machine.progress import Progress, ProgressReader
+
+
+class Senses:
+    """The open files of one run."""
+
+    def __init__(self, folder: RunFolder, record: RunRecord) -> None:
+        self._readers = {rank: ProgressReader(folder.progress(rank)) for rank in record.ranks}
+        self._paths = {rank: folder.log(rank) for rank in record.ranks}
+        self._pattern = record.plan.progress_pattern
+        self._logs = RunLogs({})
+        self._traffic_at_ns: int | None = None
+
+    def follow_logs(self, *, fresh: bool) -> None:
+        """Begin with logs: from their start when this agent has started the run."""
+        self._logs = RunLogs(self._paths, pattern=self._pattern, fresh=fresh)
+
+    def look(
+        self,
+        monitor: RunMonitor,
+        now_ns: int,
+        running: Collection[int],
+        *,
+        judged: Collection[int],
+        process_state: Callable[[int], str | None],
+    ) -> list[Observed]:
+        """One look; ranks that are not ``running`` write no more."""
+        progress: dict[int, Progress | None] = {
+            rank: reader.read(final=rank not in running) for rank, reader in self._readers.items()
+        }
+        logs: dict[int, LogReading] | None = None
+        if not monitor.library_steps:  # who reports steps by the library pays nothing for logs
+            logs = self._logs.look(frozenset(self._paths) - frozenset(running))
+        return monitor.observe(now_ns, progress, judged, process_state, logs)
+
+    def traffic(self, monitor: RunMonitor, now_ns: int) -> list[Observed]:
+        """Look at RDMA counters, if it is time."""
+        at_ns = self._traffic_at_ns
+        if at_ns is not None and now_ns - at_ns < rdma.LOOK_EVERY_S * NS:
+            return []
+        self._traffic_at_ns = now_ns
+        total = rdma.total_bytes()
+        return [] if total is None else monitor.traffic(now_ns, total)
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        for reader in self._readers.values():
+            reader.close()
+        self._logs.close()
