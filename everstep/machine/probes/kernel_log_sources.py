@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,13 +25,15 @@ LINES_PER_LOOK_MAX = 20_000
 LINE_CHARS_MAX = 2000
 _PART_BYTES = 1 << 16
 _BYTES_PER_LOOK_MAX = 16 << 20
+_TRY_MAX_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class KernelLine:
+class LogLine:
     """One line of the kernel's log."""
 
     text: str
+    """As ``dmesg`` shows it, or as the file has it."""
     age_s: float | None = None
     """How old it is; None where the source does not say."""
     sequence: int | None = None
@@ -43,7 +44,7 @@ class KernelLine:
 class Batch:
     """What one look has read."""
 
-    lines: Sequence[KernelLine] = ()
+    lines: Sequence[LogLine] = ()
     lost: int = 0
     """Records that were overwritten before they were read; at least so many."""
     notes: Sequence[str] = ()
@@ -71,8 +72,22 @@ class Source(Protocol):
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 
 
-def parse_record(raw: bytes) -> tuple[int, float, str] | None:
-    """A record of /dev/kmsg: its number, seconds since boot, and text; None: it is not one.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of /dev/kmsg."""
+
+    facility: int
+    number: int
+    since_boot_s: float
+    text: str
+
+
+_FACILITIES = (0, 1)
+"""The kernel's own; and what root writes into /dev/kmsg, which the kernel marks as a user's."""
+
+
+def parse_record(raw: bytes) -> Record | None:
+    """A record of /dev/kmsg; None: it is not one.
 
     ``6,1234,5678901,-;text`` and lines of ``KEY=value`` after it
     (Documentation/ABI/testing/dev-kmsg).
@@ -81,12 +96,12 @@ def parse_record(raw: bytes) -> tuple[int, float, str] | None:
     fields = head.split(",")
     if not separator or len(fields) < 4:
         return None
-    sequence, micros = to_int(fields[1]), to_int(fields[2])
-    if sequence is None or micros is None or sequence < 0:
+    level, number, micros = (to_int(field) for field in fields[:3])
+    if level is None or number is None or micros is None or min(level, number, micros) < 0:
         return None
     text = rest.partition("\n")[0]
     plain = _ESCAPE.sub(lambda match: _unescaped(int(match[1], 16)), text)
-    return sequence, micros / 1e6, plain[:LINE_CHARS_MAX]
+    return Record(level >> 3, number, micros / 1e6, plain[:LINE_CHARS_MAX])
 
 
 def _unescaped(code: int) -> str:
@@ -137,40 +152,33 @@ class KmsgSource:
 
     def read(self) -> Batch:
         """See ``Source``. An overrun is noted and reading goes on behind the gap."""
-        lines: list[KernelLine] = []
-        lost = 0
+        lines: list[LogLine] = []
+        lost, overrun = 0, False
         for _ in range(LINES_PER_LOOK_MAX):
             try:
                 raw = os.read(self._fd, RECORD_BYTES_MAX)
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno == errno.EPIPE:
-                    lost += 1  # how many, the next record's number tells
-                    continue
-                if error.errno == errno.EINVAL:
-                    lost += 1  # one that is larger than any should be; the next read is behind it
-                    continue
-                raise
+                if error.errno not in (errno.EPIPE, errno.EINVAL):
+                    raise
+                overrun = True  # records were overwritten; the next one's number tells how many
+                continue
             if not raw:
                 break
-            # A real record at a time; a pipe may hold several, one on each line.
-            for one in _records(raw):
-                number, since_boot_s, text = one
-                if self._after is not None and number <= self._after:
+            # A real device gives one record at a time; a pipe may hold several.
+            for record in _records(raw):
+                if self._after is not None and record.number <= self._after:
                     continue
-                lost += self._gap(number, lost)
-                self._after = number
-                if since_boot_s >= self._skip_until_s:
-                    age_s = max(0.0, self._steady() - since_boot_s)
-                    lines.append(KernelLine(text, age_s, number))
-        return Batch(lines, lost)
-
-    def _gap(self, number: int, lost: int) -> int:
-        """Records missing before this one, beyond those that are counted already."""
-        if self._after is None:
-            return 0
-        return max(0, number - self._after - 1 - lost) if lost else 0
+                if overrun:
+                    lost += 1 if self._after is None else max(1, record.number - self._after - 1)
+                    overrun = False
+                self._after = record.number
+                if record.facility in _FACILITIES and record.since_boot_s >= self._skip_until_s:
+                    age_s = max(0.0, self._steady() - record.since_boot_s)
+                    text = f"[{record.since_boot_s:12.6f}] {record.text}"
+                    lines.append(LogLine(text, age_s, record.number))
+        return Batch(lines, lost + overrun)
 
     def close(self) -> None:
         """Close it."""
@@ -179,7 +187,7 @@ class KmsgSource:
             self._fd = -1
 
 
-def _records(raw: bytes) -> list[tuple[int, float, str]]:
+def _records(raw: bytes) -> list[Record]:
     parsed = (parse_record(line) for line in raw.split(b"\n") if not line.startswith(b" "))
     return [one for one in parsed if one is not None]
 
@@ -223,8 +231,8 @@ class FileSource:
 
     name = "file"
 
-    def __init__(self, path: Path, *, from_start: bool = False) -> None:
-        """Open it at its end, or at its start.
+    def __init__(self, path: Path, *, past_bytes: int = 0, must_exist: bool = False) -> None:
+        """Open it at its end, or so many bytes before it.
 
         Raises:
             OSError: it is there and cannot be read.
@@ -234,21 +242,24 @@ class FileSource:
         self._inode: tuple[int, int] | None = None
         self._offset = 0
         self._splitter = Splitter()
-        with suppress(FileNotFoundError):
+        try:
             self._open()
-            if not from_start:
-                self._to_end()
+            self._to_end(past_bytes)
+        except FileNotFoundError:
+            if must_exist:
+                raise
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(self._fd)
         self._inode, self._offset = (found.st_dev, found.st_ino), 0
 
-    def _to_end(self) -> None:
+    def _to_end(self, past_bytes: int) -> None:
+        size = os.fstat(self._fd).st_size
         try:
-            self._offset = os.lseek(self._fd, 0, os.SEEK_END)
+            self._offset = os.lseek(self._fd, max(0, size - past_bytes), os.SEEK_SET)
         except OSError as error:
-            if error.errno != errno.ESPIPE:
+            if error.errno != errno.ESPIPE:  # a pipe has no past
                 raise
 
     def read(self) -> Batch:
@@ -275,7 +286,7 @@ class FileSource:
                 notes.append(f"{self._path} was replaced")
             self._open()
             lines += self._rest_of()
-        return Batch([KernelLine(line) for line in lines], notes=notes)
+        return Batch([LogLine(line) for line in lines], notes=notes)
 
     def _rest_of(self) -> list[str]:
         lines: list[str] = []
@@ -299,8 +310,7 @@ class FileSource:
             self._fd = -1
 
 
-_JOURNAL_HEAD = re.compile(r"^\[ *[0-9.]+\] \S+ (?:kernel: )?")
-JOURNAL = ("journalctl", "-k", "-f", "-o", "short-monotonic", "--no-pager", "-q")
+JOURNAL = ("journalctl", "-k", "-o", "short-monotonic", "--no-pager", "-q")
 
 
 class JournalSource:
@@ -309,14 +319,27 @@ class JournalSource:
     name = "journal"
 
     def __init__(self, *, past_s: float = 0.0, program: Sequence[str] = JOURNAL) -> None:
-        """Start it.
+        """Start it, after one try: a journal without a single kernel line is none to follow.
 
         Raises:
-            OSError: there is no such program.
+            OSError: there is no such program, or this user sees nothing.
         """
         if shutil.which(program[0]) is None:
             raise FileNotFoundError(errno.ENOENT, "no such program", program[0])
-        since = ("-n", "0") if past_s <= 0 else ("--since", f"-{int(past_s) + 1}s")
+        try:
+            tried = subprocess.run(
+                (*program, "-n", "1"),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TRY_MAX_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError(errno.ETIMEDOUT, "the journal does not answer", program[0]) from None
+        if not tried.stdout.strip():
+            said = _decoded(tried.stderr.strip()) or "no kernel line in it"
+            raise OSError(errno.EACCES, said[:200], program[0])
+        since = ("-f", "-n", "0") if past_s <= 0 else ("-f", "--since", f"-{int(past_s) + 1}s")
         self._process = subprocess.Popen(
             (*program, *since),
             stdin=subprocess.DEVNULL,
@@ -337,8 +360,8 @@ class JournalSource:
         if not raw and self._process.poll() is not None:
             said = _decoded(_drain(self._process.stderr)).strip() or "it says nothing"
             code = self._process.returncode
-            raise OSError(errno.EPIPE, f"journalctl has ended ({code}): {said[:200]}")
-        return Batch([KernelLine(_JOURNAL_HEAD.sub("", line)) for line in lines])
+            raise OSError(errno.EPIPE, f"it has ended ({code}): {said[:200]}", "journalctl")
+        return Batch([LogLine(line) for line in lines])
 
     def close(self) -> None:
         """End the program."""
