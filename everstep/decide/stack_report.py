@@ -70,7 +70,8 @@ class StackGroup:
     state: str = ""
     """``T`` when the processes are stopped, ``D`` when they are blocked in the kernel."""
     moving: bool = False
-    """The stack changed between two looks."""
+    """Between two looks a rank went into or out of a wait for its peers, so the run moves; or a
+    helper's stack changed, so it is not stuck."""
     kernel: str = ""
     """Where the exemplar waits in the kernel, where the machine tells."""
     spans: tuple[tuple[int, int], ...] = ()
