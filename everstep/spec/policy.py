@@ -210,6 +210,8 @@ class ProbesPolicy(HostProbesPolicy):
     temperature alone)."""
     gpu_hot_c: Annotated[int, Field(ge=40, le=120)]
     """A GPU that names no threshold of its own is hot from this temperature on."""
+    gpu_slow_looks_min: Annotated[int, Field(ge=2, le=1000)]
+    """A slowdown that is seen in so many looks in a row is no passing one."""
     pcie_replays_per_minute_max: Count
     """More PCIe replays in a minute than this make the link of a GPU faulty."""
     nvlink_errors_per_minute_max: Count
@@ -264,6 +266,7 @@ KEYS_SINCE_HISTORIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "gpu_busy_percent_min": 10,
         "gpu_hot_margin_c": 5,
         "gpu_hot_c": 85,
+        "gpu_slow_looks_min": 6,
         "pcie_replays_per_minute_max": 60,
         "nvlink_errors_per_minute_max": 60,
         "ecc_aggregate_max": 10,

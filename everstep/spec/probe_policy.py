@@ -27,6 +27,8 @@ class HostProbesPolicy(StrictModel):
     kernel_log: Annotated[str, Field(pattern=r"^(auto|kmsg|journal|/.+)$", max_length=500)]
     """Where the kernel's log is read: `kmsg`, `journal`, a file's path, or `auto` (the first that
     can be read)."""
+    kernel_event_hold: Span
+    """How long what the kernel's log says counts as faulty without a new line about it."""
     disk_free_mib_min: Mebibytes
     """A disk is full with less free than this, or than the share, whichever is smaller."""
     disk_free_share_min: Share
@@ -90,6 +92,7 @@ class HostProbesPolicy(StrictModel):
 
 HOST_KEYS_SINCE_HISTORIES: Final[Mapping[str, Any]] = {
     "kernel_log": "auto",
+    "kernel_event_hold": "10m",
     "disk_free_mib_min": 1024,
     "disk_free_share_min": 0.01,
     "disk_low_factor": 2.0,

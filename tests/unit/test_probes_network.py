@@ -112,8 +112,7 @@ def test_an_interface_that_was_switched_off_says_so(tmp_path: Path) -> None:
 
 
 def test_errors_drops_and_a_slower_link_warn(tmp_path: Path) -> None:
-    quiet = {"rx_errors": 0, "tx_errors": 0, "rx_dropped": 0, "tx_dropped": 0}
-    link(tmp_path, "eth0", **quiet, rx_packets=0, tx_packets=0)
+    link(tmp_path, "eth0", rx_errors=0, tx_errors=0, rx_dropped=0, rx_packets=0)
     probe = links(tmp_path)
     assert faults(probe.look(0)) == {}
     link(tmp_path, "eth0", rx_errors=20, tx_errors=20, rx_packets=1000)
