@@ -89,6 +89,7 @@ class ProbeRunner:
         on_change: Callable[[Change], None],
         *,
         look_deadline_s: float,
+        on_look: Callable[[str, Sequence[Observation]], None] = lambda _probe, _seen: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before ``start``.
@@ -98,6 +99,8 @@ class ProbeRunner:
             intervals_s: seconds for each of the probes' ``interval`` names.
             on_change: called in the event loop for each thing that is new.
             look_deadline_s: a look that takes longer is stuck.
+            on_look: called in the event loop with all that one look of a probe has yielded; for a
+                look that failed or is stuck, with one unknown observation.
             clock: seconds, monotonic; given to the looks and used for ages.
 
         Raises:
@@ -111,6 +114,7 @@ class ProbeRunner:
             raise ValueError(f"no interval for {', '.join(sorted(missing))}")
         self._board = ProbeBoard()
         self._on_change = on_change
+        self._on_look = on_look
         self._deadline_s = look_deadline_s
         self._clock = clock
         self._looked = {name: LookCount() for name in names}
@@ -131,6 +135,23 @@ class ProbeRunner:
         for worker in self._workers:
             if worker.name == probe:
                 worker.wake()
+
+    async def look_all(self, limit_s: float) -> bool:
+        """Let all probes look now; True when all are back within the limit.
+
+        A look that is under way counts: it began before this call, but what it has not come to yet
+        it still sees.
+        """
+        for worker in self._workers:
+            worker.landed.clear()
+            worker.wake()
+        waits = [asyncio.ensure_future(worker.landed.wait()) for worker in self._workers]
+        if not waits:
+            return True
+        _, late = await asyncio.wait(waits, timeout=limit_s)
+        for wait in late:
+            wait.cancel()
+        return not late
 
     async def start(self) -> None:
         """Let every probe look for the first time, now."""
@@ -168,10 +189,13 @@ class ProbeRunner:
         now_s = self._clock()
         if isinstance(found, str):
             count.errors += 1
-            self._tell(self._board.failed(worker.name, found, now_s))
+            changes = self._board.failed(worker.name, found, now_s)
+            found = [_unknown(worker.name, RULE_FAILED, found)]
         else:
             count.looks += 1
-            self._tell(self._board.landed(worker.name, found, now_s))
+            changes = self._board.landed(worker.name, found, now_s)
+        self._tell(worker.name, found, changes)
+        worker.landed.set()
 
     def _late(self, worker: _Worker, look: int) -> None:
         if worker.stopping or worker.look != look or self._loop is None:
@@ -180,17 +204,18 @@ class ProbeRunner:
             worker.stuck_look = look
             self._looked[worker.name].stuck += 1
         now_s = self._clock()
-        self._tell(self._board.stuck(worker.name, _stuck(now_s - worker.began_s), now_s))
+        reason = _stuck(now_s - worker.began_s)
+        changes = self._board.stuck(worker.name, reason, now_s)
+        self._tell(worker.name, [_unknown(worker.name, RULE_STUCK, reason)], changes)
         worker.timer = self._loop.call_later(self._deadline_s, self._late, worker, look)
 
-    def _tell(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            try:
+    def _tell(self, probe: str, found: Sequence[Observation], changes: Sequence[Change]) -> None:
+        try:
+            self._on_look(probe, found)
+            for change in changes:
                 self._on_change(change)
-            except Exception:
-                log.exception(
-                    "what a probe saw could not be passed on", rule=change.observation.rule
-                )
+        except Exception:
+            log.exception("what a probe saw could not be passed on", probe=probe)
 
     def now_s(self) -> float:
         """The runner's clock."""
@@ -208,6 +233,7 @@ class _Worker:
         self.stopping = False
         self.timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[None] | None = None
+        self.landed = asyncio.Event()
         self._probe = probe
         self._interval_s = interval_s
         self._runner = runner
