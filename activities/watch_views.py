@@ -34,6 +34,8 @@ class MachineView:
     """Events may be missing: ask for the run's present state."""
     not_known_since: float | None = None
     first_step: bool = False
+    prints_steps: bool = False
+    """Its step is read from a log, where one rank prints for the whole run."""
     succeeded: bool = False
     exited_zero_at: float | None = None
     summary: api.RunSummary | None = None

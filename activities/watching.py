@@ -48,6 +48,18 @@ _TROUBLE = frozenset(
 )
 
 
+_SIGNALS = frozenset(
+    {
+        api.EventKind.LOSS_SPIKE,
+        api.EventKind.STEP_TIME_DECLINE,
+        api.EventKind.LOG_SILENT,
+        api.EventKind.RDMA_SILENT,
+    }
+)
+"""Worth a record, and no reason to stop by themselves: checks of a stopped job would have to say
+whose fault they are."""
+
+
 @dataclass(slots=True)
 class Shard:
     """The fold over one shard. All ``now`` are of one monotonic clock."""
@@ -108,6 +120,7 @@ class Shard:
                 for summary in line.runs:
                     if self._is_ours(summary.job_id, summary.run_id, summary.generation):
                         view.summary = summary
+                        view.prints_steps |= summary.step_from_log
                         if summary.step is not None and not view.first_step:
                             view.first_step = True
                             return True
@@ -169,7 +182,7 @@ class Shard:
             return self._answer("succeeded")
         if self._warnings and now >= self.started_at + WARN_INTERVAL_MIN_S:
             return self._answer("tick", self._warnings)
-        if until.first_step and all(view.first_step for view in self.machines.values()):
+        if until.first_step and self._first_step_made():
             return self._answer("first_step", self._warnings)
         if until.after_s is not None and now >= self.started_at + until.after_s:
             return self._answer("tick", self._warnings)
@@ -177,6 +190,11 @@ class Shard:
         if self.blind_since is not None and now >= self.blind_since + blind_after:
             return self._answer("blind", self._unreachable_records())
         return None
+
+    def _first_step_made(self) -> bool:
+        views = self.machines.values()
+        printed = any(view.first_step and view.prints_steps for view in views)
+        return printed or all(view.first_step for view in views)
 
     def next_instant(self, now: float) -> float:
         """When ``result`` may answer differently although nothing comes in."""
@@ -211,6 +229,7 @@ class Shard:
             # Events tell steps sooner than heartbeats, and heartbeats alone tell values.
             loss=next((s.loss for s in told if s.loss is not None), None),
             grad_norm=next((s.grad_norm for s in told if s.grad_norm is not None), None),
+            from_log=any(view.prints_steps for view in views),
         )
 
     def cursors(self) -> dict[str, str]:
@@ -258,6 +277,7 @@ class Shard:
         kind = line.kind
         if kind is api.EventKind.FIRST_STEP:
             view.first_step = True
+            view.prints_steps |= line.data.get("source") == "log"
             step = line.data.get("step")
             if isinstance(step, int) and 0 <= step < STEP_MAX:
                 view.told_step = max(step, view.told_step or 0)
@@ -270,7 +290,9 @@ class Shard:
             self._forgive(view, line.rank)
         elif kind is api.EventKind.SAVE_FAILED:
             self._warn(observed(view, kind, line.rank, line.reason, line.data, line.age_s))
-        elif kind in _TROUBLE:
+        elif kind in _TROUBLE or (
+            kind in _SIGNALS and self._beside.signal(view, line, self.request.generation)
+        ):
             self._troubles.add(view, kind, line.rank, line.reason, line.data, line.age_s, now)
 
     def _rank_exited(self, view: MachineView, line: api.EventLine, now: float) -> None:

@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from everstep.decide.words import IncidentState, JobPhase, RunPhase, Verdict
     from everstep.spec import messages as m
     from everstep.spec.agent_api import EventKind
-    from workflows import incidents
+    from workflows import incidents, warnings_beside
     from workflows.context import JobContext
 
 
@@ -34,6 +34,8 @@ def note(context: JobContext, results: list[m.WatchResult]) -> None:
         warnings = [o for o in result.observations if o.kind is EventKind.SAVE_FAILED]
         if warnings:
             incidents.warn_only(context, tuple(warnings))
+        if result.kind != "trouble":
+            warnings_beside.note(context, result.observations)
     _note_recovery(context, ticked=any(r.kind == "tick" for r in results))
     context.show()
 
@@ -64,6 +66,9 @@ def _first_step(context: JobContext) -> None:
     if incident is not None:
         incident.recovered_at = now
         restored = state.run.restore.step if state.run.restore else FROM_SCRATCH
+        if state.progress.from_log and state.progress.step is not None:
+            # Such a script restores itself: where it goes on shows in the first step it prints.
+            restored = max(restored, state.progress.step - 1)
         if incident.failed_step is not None:
             incident.steps_lost = max(0, incident.failed_step - restored)
         state.note_incident(IncidentState.OPEN)

@@ -134,6 +134,7 @@ def run_summary(run: Run) -> RunSummary:
         generation=run.record.generation,
         live_ranks=len(run.processes.live),
         step=lowest.step if lowest is not None else None,
+        step_from_log=run.monitor.log_steps,
         loss=_finite(lowest.loss) if lowest is not None else None,
         grad_norm=_finite(lowest.grad_norm) if lowest is not None else None,
         step_age_s=(

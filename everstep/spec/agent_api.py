@@ -217,7 +217,9 @@ class RunSummary(Message):
     generation: int
     live_ranks: int
     step: int | None = None
-    """Lowest last step among this machine's ranks."""
+    """Lowest last step among this machine's ranks; the highest where it is from logs."""
+    step_from_log: bool = False
+    """The step was printed, not reported: one rank prints for the whole run."""
     loss: float | None = None
     grad_norm: float | None = None
     step_age_s: float | None = None

@@ -80,6 +80,13 @@ class ObservationRecord(Message):
             else None,
         )
 
+    def told_as(self, generation: int) -> str:
+        """What it is about, in one word: of a probe for ever, of a job's signal for one run."""
+        if self.kind is not EventKind.PROBE:
+            return f"run-{generation}/{self.kind}"
+        names = [str(self.data.get(name, "")) for name in ("probe", "target", "rule")]
+        return "/".join([self.machine_id or "", *names])
+
 
 class Progress(Message):
     """Newest known progress of a run."""
@@ -87,6 +94,8 @@ class Progress(Message):
     step: int | None = None
     loss: float | None = None
     grad_norm: float | None = None
+    from_log: bool = False
+    """The step was printed by a script that keeps its own checkpoints."""
 
 
 # --- launch ------------------------------------------------------------------------------------

@@ -215,6 +215,23 @@ def test_first_step_needs_every_machine_and_may_be_told_in_three_ways() -> None:
     assert result.kind == "first_step"
 
 
+def test_a_printed_step_is_the_first_step_of_every_machine() -> None:
+    """One rank prints for the whole run; the other machines never will."""
+    watch = connected("m1", "m2", until=m.WatchUntil(first_step=True))
+    watch.take(
+        watch.machines["m2"], event(EventKind.FIRST_STEP, data={"step": 4, "source": "log"}), 101
+    )
+    result = watch.result(102)
+    assert result is not None
+    assert result.kind == "first_step"
+    assert result.progress == m.Progress(step=4, from_log=True)
+    watch = connected("m1", "m2", until=m.WatchUntil(first_step=True))
+    watch.take(watch.machines["m1"], heartbeat(step=5, step_from_log=True), 101)
+    result = watch.result(102)
+    assert result is not None
+    assert result.kind == "first_step"
+
+
 def test_progress_is_the_newest_that_was_told() -> None:
     watch = connected()
     first, second = watch.machines.values()
