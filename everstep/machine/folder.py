@@ -111,6 +111,10 @@ class RunFolder:
         """The rank's progress file."""
         return self.path / "progress" / f"rank-{rank}.bin"
 
+    def stack(self, rank: int) -> Path:
+        """Where the rank writes its stack when it is asked by signal."""
+        return self.path / "stacks" / f"rank-{rank}.txt"
+
     def error(self, rank: int) -> Path:
         """``TORCHELASTIC_ERROR_FILE`` of the rank."""
         return self.path / "error" / f"rank-{rank}.json"
@@ -127,7 +131,7 @@ class RunFolder:
         mode = _PRIVATE if user is None else _TRAVERSABLE
         for folder in (self.path.parent.parent, self.path.parent, self.path):
             folder.chmod(mode)
-        for folder in (self.work, self.path / "progress", self.path / "error"):
+        for folder in (self.work, *(self.path / n for n in ("progress", "error", "stacks"))):
             folder.mkdir(mode=_PRIVATE)
             self._give(folder, user)
         FactsFile.create(self.facts, len(record.ranks))
@@ -141,7 +145,9 @@ class RunFolder:
         for rank in record.ranks:
             self.log(rank).touch(mode=0o640)
             progress.create(self.progress(rank))
-            self._give(self.progress(rank), user)
+            self.stack(rank).touch(mode=_OWNER_ONLY)
+            for own in (self.progress(rank), self.stack(rank)):
+                self._give(own, user)
         self._write_private(self.path / shim.LAUNCH_FILE, json.dumps(launch))
         # Last: a folder without plan.json is one whose making was interrupted.
         self._write_private(self.plan, record.model_dump_json())

@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.machine.folder import RankUser, RunFolder, RunRecord
 from everstep.machine.proc import MARK_VARIABLE
+from everstep.machine.stacks import STACK_SIGNAL
 
 _OURS = ("EVERSTEP_", "TORCHELASTIC_", "TEMPORAL_")
 _AGENTS_ONLY = frozenset(
@@ -112,6 +113,8 @@ def launch_description(
             "ROLE_RANK": str(rank),
             "TORCHELASTIC_ERROR_FILE": str(folder.error(rank)),
             "EVERSTEP_PROGRESS_FILE": str(folder.progress(rank)),
+            "EVERSTEP_STACK_FILE": str(folder.stack(rank)),
+            "EVERSTEP_STACK_SIGNAL": str(STACK_SIGNAL),
         }
         ranks.append(
             {

@@ -18,6 +18,7 @@ from everstep_trainer import _codec, _store
 from everstep_trainer._environment import Environment, read_environment
 from everstep_trainer._errors import SaveFailed, StaleGeneration
 from everstep_trainer._progress import BLOCK_BYTES, ProgressBlock, map_block
+from everstep_trainer._stacks import answer_by_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,6 +59,8 @@ class Session:
         self._warned: set[str] = set()
         self._block = self._open_block()
         self._report = self._block.report
+        if self.active and not _is_helper_process():
+            answer_by_signal(environ)
         self._store: _store.Store | None = None
         if self._environment.checkpoint_dir or self._environment.restore:
             self._store = _store.Store(self._environment)

@@ -5,5 +5,6 @@ one reading of its memory takes. Not here: what the stacks say (``everstep.decid
 """
 
 from everstep.machine.stacks.capture import CaptureLimits, StackTarget, capture
+from everstep.machine.stacks.signalled import SIGNAL as STACK_SIGNAL
 
-__all__ = ["CaptureLimits", "StackTarget", "capture"]
+__all__ = ["STACK_SIGNAL", "CaptureLimits", "StackTarget", "capture"]
