@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from activities.troubles import Troubles
-from activities.watch_views import MachineView, bounded_data
+from activities.watch_views import MachineView, bounded_data, observed
 from everstep.decide.observation import Observation
 from everstep.decide.reports import Seen
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
@@ -129,6 +129,20 @@ class Beside:
             return "beside", record
         self._warned.add(word)
         return "warning", record
+
+    def signal(self, view: MachineView, line: api.EventLine, generation: int) -> bool:
+        """A signal of the job itself: on record once a run.
+
+        Returns:
+            True when it is trouble instead: steps take longer, and a machine is known to be slow.
+        """
+        if line.kind is api.EventKind.STEP_TIME_DECLINE and self.hot_machine() is not None:
+            return True
+        word = f"run-{generation}/{line.kind.value}"
+        if word not in self.told and word not in self._warned:
+            self._warned.add(word)
+            self.warn(observed(view, line.kind, line.rank, line.reason, line.data, line.age_s))
+        return False
 
     def _keep(self, key: Key, new: _Kept, now: float) -> None:
         self._kept[key] = new

@@ -105,6 +105,8 @@ class JobState(BaseModel):
     """True once any run has reported a step: the job uses the trainer library."""
     warned_generation: int = 0
     """The newest run of which a failed save has been recorded: once a run is enough."""
+    told: tuple[str, ...] = ()
+    """Warnings of probes and job signals that are on record, by ``told_as``; bounded."""
     continued: int = 0
     """How often this job has continued as new."""
     last_outcome: RunOutcome | None = None

@@ -61,6 +61,7 @@ class Watches:
                         after_s=self._tick_s() if index == 0 else None,
                     ),
                     policy=self.context.policy,
+                    told=state.told,
                 ),
                 heartbeat=self.context.policy.policy.detection.watch_lost_after,
                 summary=f"watch run {run.generation}"

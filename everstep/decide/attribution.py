@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from everstep.decide import machine_rules
 from everstep.decide.evidence import Evidence, gather, named_machines, named_ranks
 from everstep.decide.faults import FaultKind, crashed, describe, kind_of_end, signal_name, signal_of
+from everstep.decide.machine_rules import doomed_of, ruled_out
 from everstep.decide.reports import Finding, MachineReport, RankReport, Trigger
 from everstep.decide.words import Cause, Confidence, LogClass, Side, Symptom
 
@@ -81,6 +83,7 @@ def _completed(finding: Finding, rule: str, evidence: Evidence) -> Finding:
         witnesses=tuple(r.rank for r in evidence.witnesses if r.rank not in culprits),
         step=evidence.step,
         nonfinite_step=evidence.nonfinite_step,
+        ruled_out=ruled_out(finding, evidence),
     )
 
 
@@ -152,7 +155,7 @@ def _machine_lost(evidence: Evidence) -> Finding | None:
         Confidence.HIGH,
         f"{named_machines(evidence.lost)} did not come back while training had stopped",
         ranks=evidence.ranks_on(evidence.lost),
-        suspects=(*evidence.lost, *evidence.dirty),
+        suspects=(*evidence.lost, *evidence.dirty, *(f.machine_id for f in doomed_of(evidence))),
     )
 
 
@@ -359,6 +362,16 @@ RULES: tuple[Rule, ...] = (
         "an agent stopped its ranks on request, and no machine is lost",
         _planned_stop,
     ),
+    Rule(
+        "shared_outage",
+        "probes of several machines see the same trouble with something that they share",
+        machine_rules.shared_outage,
+    ),
+    Rule(
+        "machine_fault",
+        "a probe is sure that a machine has to go (the probe names the rule)",
+        machine_rules.machine_fault,
+    ),
     Rule("machine_lost", "a machine stayed unreachable while training had stopped", _machine_lost),
     Rule("teardown_not_clean", "processes of the run could not be ended", _teardown_not_clean),
     Rule("nonfinite", "a rank reported a loss or gradient norm that is not finite", _nonfinite),
@@ -367,11 +380,31 @@ RULES: tuple[Rule, ...] = (
         "a machine's processes are gone without exit records",
         _processes_vanished,
     ),
+    Rule(
+        "explained_by_machine",
+        "a rank failed by itself, and a fault of its machine explains how (a table names the rule)",
+        machine_rules.explained_by_machine,
+    ),
     Rule("rank_fault", "a rank failed by itself (the table of faults names the rule)", _rank_fault),
     Rule("frozen", "a rank was stopped by a signal (process state T)", _frozen),
     Rule("exited_early", "a rank ended with 0 while others failed or waited", _exited_early),
     Rule(
         "stuck_after_error", "a rank logged its own error and then did not end", _stuck_after_error
+    ),
+    Rule(
+        "stands_beside_fault",
+        "all wait for somebody, and one machine alone is not well",
+        machine_rules.stands_beside_fault,
+    ),
+    Rule(
+        "slow_machine",
+        "steps take longer, and one machine alone is known to be slowed down",
+        machine_rules.slow_machine,
+    ),
+    Rule(
+        "loss_spike",
+        "loss or gradient norm far above its baseline, and no rank failed",
+        machine_rules.loss_spike,
     ),
     Rule(
         "hang_with_culprit",

@@ -8,8 +8,8 @@ Not here: conclusions (``everstep.decide.attribution``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from everstep.decide.faults import (
     WITNESS_CLASSES,
@@ -18,6 +18,7 @@ from everstep.decide.faults import (
     fault_of,
     is_witness,
 )
+from everstep.decide.machine_faults import MachineFault, faults_of
 from everstep.decide.reports import MachineReport, RankReport, Trigger
 from everstep.decide.words import LogClass, RankState
 
@@ -54,6 +55,10 @@ class Evidence:
     """Ranks that ended with 0 by themselves."""
     nonfinite_seen: bool
     nonfinite_step: int | None
+    faults: tuple[MachineFault, ...] = ()
+    """What probes saw and is faulty."""
+    healthy_probes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Machine to the probes that found nothing wrong there."""
 
     @property
     def machines_with_ranks(self) -> set[str]:
@@ -193,6 +198,8 @@ def gather(reports: Sequence[MachineReport], triggers: Sequence[Trigger] = ()) -
         ),
         nonfinite_seen=bool(nonfinite) or any(t.kind == "nonfinite" for t in told),
         nonfinite_step=min(nonfinite, default=None),
+        faults=faults_of(machines, told),
+        healthy_probes={m.machine_id: m.healthy_probes for m in machines if m.healthy_probes},
     )
 
 

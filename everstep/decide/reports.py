@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everstep.decide.observation import Observation
-from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
+from everstep.decide.words import Action, Cause, Confidence, LogClass, RankState, Side, Symptom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class Seen:
     """Seconds since it was first seen like this."""
     cleared_ago_s: float | None = None
     """Seconds since the probe saw it gone; None: it still is so."""
+    renewed_ago_s: float | None = None
+    """Seconds since its figures last changed: an event that is held happened again then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,10 @@ class Finding:
     nonfinite_step: int | None = None
     """First step whose reported loss or gradient norm was not finite: what was saved at it or
     after it must not be restored, however finite later steps were."""
+    action: Action | None = None
+    """What the evidence alone calls for, where it says so; the ladder decides."""
+    ruled_out: tuple[str, ...] = ()
+    """What was looked at and is not the cause, one line each, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

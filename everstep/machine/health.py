@@ -74,6 +74,7 @@ class _Entry:
     observation: Observation
     since_s: float
     cleared_s: float | None = None
+    renewed_s: float | None = None
     told_s: list[float] = field(default_factory=list)
     """When events about it were emitted."""
 
@@ -139,6 +140,8 @@ class HealthBoard:
             self._tell(entry, observation, now_s)
             return True
         before, entry.observation = entry.observation, observation
+        if observation.values != before.values:
+            entry.renewed_s = now_s
         back = entry.cleared_s is not None
         if back:
             entry.since_s, entry.cleared_s = now_s, None
@@ -196,6 +199,11 @@ class HealthBoard:
                         None
                         if entry.cleared_s is None
                         else round(max(0.0, now_s - entry.cleared_s), 3)
+                    ),
+                    renewed_ago_s=(
+                        None
+                        if entry.renewed_s is None
+                        else round(max(0.0, now_s - entry.renewed_s), 3)
                     ),
                 )
                 for entry in entries[:SEEN_MAX]

@@ -182,3 +182,37 @@ def test_a_flood_of_warnings_stays_small() -> None:
     result = watch.result(200)
     assert result is not None
     assert len(result.model_dump_json()) < 100_000
+
+
+@pytest.mark.parametrize(
+    "kind", [EventKind.LOSS_SPIKE, EventKind.LOG_SILENT, EventKind.RDMA_SILENT]
+)
+def test_a_signal_of_the_job_goes_on_record_once_a_run(kind: EventKind) -> None:
+    watch = connected()
+    for now in (110, 111):
+        watch.take(watch.machines["m1"], event(kind, reason="why"), now)
+    result = watch.result(130)
+    assert result is not None
+    assert (result.kind, [o.kind for o in result.observations]) == ("tick", [kind])
+    word = result.observations[0].told_as(watch.request.generation)
+    again = connected(told=(word,))
+    again.take(again.machines["m2"], event(kind, reason="why"), 110)
+    assert again.result(130) is None
+
+
+def test_slow_steps_stop_the_run_only_beside_a_machine_that_is_slowed_down() -> None:
+    slow = event(EventKind.STEP_TIME_DECLINE, reason="1.4 times")
+    watch = connected()
+    watch.take(watch.machines["m1"], slow, 110)
+    result = watch.result(130)
+    assert result is not None
+    assert result.kind == "tick"
+    hot = replace(REPLAYS, rule="thermal", symptom=Symptom.MFU_DECLINE)
+    watch = connected()
+    tell(watch, "m2", hot, 110)
+    watch.take(watch.machines["m1"], slow, 111)
+    seen = trouble(watch, 112).observations
+    assert [(o.kind, o.machine_id) for o in seen] == [
+        (EventKind.STEP_TIME_DECLINE, "m1"),
+        (EventKind.PROBE, "m2"),
+    ]
