@@ -253,7 +253,7 @@ def _places(path: Path | None, environ: Mapping[str, str]) -> list[Path]:
 
 def _layer(place: Path) -> _Layer:
     text = read_text(place)
-    data = plain_data(text, str(place))
+    data = plain_data(text, str(place), remember=True)
     if not isinstance(data, dict):
         accepted = "a mapping is needed: keys like `xids:` and `kernel_lines:`"
         raise SpecError([Problem("", show(data), accepted, str(place), 1)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import date
+from functools import cache
 from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
@@ -27,6 +28,7 @@ from ruamel.yaml.events import CollectionEndEvent as _CollectionEnd
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
+from everstep.spec import yaml_cache
 from everstep.spec.errors import Loc, Locate, Problem, SpecError, cut, dotted
 
 TEXT_BYTES_MAX = 256 * 1024
@@ -35,14 +37,27 @@ ALIASES_MAX = 100
 NODES_MAX = 20_000
 
 
-def plain_data(text: str, source: str | None = None) -> Any:
+def plain_data(text: str, source: str | None = None, *, remember: bool = False) -> Any:
     """The text's data as dicts, lists, str, int, float, bool and None.
+
+    Args:
+        text: YAML or JSON.
+        source: names it in errors.
+        remember: keep what a large text says for the next time (``yaml_cache``); for catalogues,
+            which hold no secrets, and never for job specs, which may.
 
     Raises:
         SpecError: with one problem, naming its line.
     """
-    if len(text.encode("utf-8", "replace")) > TEXT_BYTES_MAX:
+    size = len(text.encode("utf-8", "replace"))
+    if size > TEXT_BYTES_MAX:
         _fail(source, None, "", "a file that is too large", f"at most {TEXT_BYTES_MAX // 1024} KiB")
+    if remember and size >= yaml_cache.WORTH_BYTES:
+        return yaml_cache.remembered(text, lambda: _parsed(text, source))
+    return _parsed(text, source)
+
+
+def _parsed(text: str, source: str | None) -> Any:
     if text.lstrip().startswith("{"):
         data = _json_data(text, source)
         if data is not None:
@@ -52,13 +67,16 @@ def plain_data(text: str, source: str | None = None) -> Any:
 
 def locator(text: str) -> Locate:
     """Finds the line of a key path in ``text``; of its parent where the key itself is missing."""
-    try:
-        root = _compose(text, None)
-    except SpecError:
-        return lambda _loc: None
+
+    @cache  # only where something is wrong: that is dear for a large text
+    def root() -> Any:
+        try:
+            return _compose(text, None)
+        except SpecError:
+            return None
 
     def locate(loc: Loc) -> int | None:
-        return _line_of(root, loc)
+        return None if root() is None else _line_of(root(), loc)
 
     return locate
 
