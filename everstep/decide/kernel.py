@@ -83,6 +83,8 @@ class _Finding:
     count: int = 0
     cleared: bool = False
     stayed: bool = False
+    repeated: bool = False
+    """It came often enough to count, however well it ended each time."""
     due_s: float | None = None
     """When its action is decided: a word that would soften it may still come."""
     times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4_096))
@@ -165,7 +167,11 @@ class KernelJudge:
             if _is_softened(finding.hit.rule):
                 finding.action = self._softened(finding)
             self._outlast(finding, self._time.now_s)
-        standing = [f for f in self._findings.values() if not f.cleared and not self._explained(f)]
+        standing = [
+            finding
+            for finding in self._findings.values()
+            if not finding.cleared and not self._explained(finding, (t for t, _ in finding.times))
+        ]
         standing.sort(key=lambda f: (-_RANK[f.action], f.order))
         if not standing:
             over = any(f.cleared for f in self._findings.values())
@@ -234,7 +240,7 @@ class KernelJudge:
         if merged and not more:
             return []
         finding.last_action = action
-        if self._explained(finding):
+        if self._explained(finding, (finding.last_s,)):
             return []
         return [self._observe(finding, action)]
 
@@ -276,6 +282,7 @@ class KernelJudge:
             recent = sum(n for at, n in finding.times if now_s - at <= rule.repeat.within_s)
             if recent >= rule.repeat.count:
                 # Without times nobody can say that they lie close together.
+                finding.repeated = True
                 guess = rule.repeat.action is Action.EVICT_MACHINE and not self._time.timed
                 action = _worse(action, Action.STOP_TIME_CHECK if guess else rule.repeat.action)
         return action
@@ -303,8 +310,8 @@ class KernelJudge:
 
     # --- What other lines change
 
-    def _explained(self, finding: _Finding) -> bool:
-        """Whether something else that was found makes this one a consequence."""
+    def _explained(self, finding: _Finding, times: Iterable[float]) -> bool:
+        """Whether something else that was found makes it a consequence, each time it came."""
         rule = finding.hit.rule
         names = set(rule.explained_by)
         within_s = self._rules.windows.consequences_s
@@ -314,12 +321,10 @@ class KernelJudge:
             names.add(f"xid_{finding.hit.caused_by}")
         if not names:
             return False
-        return any(
-            other.hit.name in names
-            and not other.cleared
-            and other.first_s - within_s <= finding.last_s
-            and finding.first_s <= other.last_s + within_s
-            for other in self._findings.values()
+        causes = [f for f in self._findings.values() if f.hit.name in names and not f.cleared]
+        return bool(causes) and all(
+            any(c.first_s - within_s <= at_s <= c.last_s + within_s for c in causes)
+            for at_s in times
         )
 
     def _softened(self, finding: _Finding) -> Action:
@@ -345,9 +350,15 @@ class KernelJudge:
         out: list[Observation] = []
         if not hit.gpu:
             return out
-        for finding in self._findings.values():
-            decided = finding.due_s is None and not finding.cleared
-            if decided and finding.hit.gpu == hit.gpu and _is_softened(finding.hit.rule):
+        for key in self._watched:
+            finding = self._findings.get(key)
+            decided = finding is not None and finding.due_s is None and not finding.cleared
+            if (
+                finding is not None
+                and decided
+                and finding.hit.gpu == hit.gpu
+                and _is_softened(finding.hit.rule)
+            ):
                 out += self._raise(finding, finding.hit, self._softened(finding), merged=True)
         return out
 
@@ -382,7 +393,7 @@ class KernelJudge:
             for finding in self._findings.values()
             if finding.hit.target == hit.target
             and not finding.cleared
-            and (names is None or finding.hit.name in names)
+            and (names is None or (finding.hit.name in names and not finding.repeated))
         ]
         for finding in over:
             finding.cleared = True
