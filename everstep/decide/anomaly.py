@@ -113,7 +113,8 @@ class PaceRule:
 
     Readings are averaged over buckets of a twentieth of the window. A window is slow when three
     quarters of its buckets are slower than ``factor`` times what three quarters of the best
-    window's buckets kept, so single slow steps and noise make no difference.
+    window's buckets kept, and by half of the usual spread more, so that single slow steps and
+    noise make no difference.
     """
 
     factor: float
@@ -123,6 +124,9 @@ class PaceRule:
     """Three quarters of the best window's buckets cost no more than this."""
     now: float | None = None
     """Median of the present window."""
+    _spread: float = 0.0
+    """Mean distance between the quarters of a window, of windows that were not slow."""
+    _windows: int = 0
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=BUCKETS))
     _since_s: float | None = None
     _cost: float = 0.0
@@ -158,13 +162,15 @@ class PaceRule:
         self.now = statistics.median(recent)
         if self.told and self.best is not None:
             half = recent[BUCKETS // 2 :]
-            self.told = quantile(half, 0.75) >= self.factor * self.best
+            self.told = quantile(half, 0.75) >= self.factor * self.best + self._spread / 2
             return None if self.told else Change.OVER
-        if self.best is not None and quantile(recent, 0.25) >= self.factor * self.best:
+        fast, slow = quantile(recent, 0.25), quantile(recent, 0.75)
+        if self.best is not None and fast >= self.factor * self.best + self._spread / 2:
             self.told = True
             return Change.BEGUN
-        usual = quantile(recent, 0.75)
-        self.best = usual if self.best is None else min(self.best, usual)
+        self._windows += 1
+        self._spread += (slow - fast - self._spread) / self._windows
+        self.best = slow if self.best is None else min(self.best, slow)
         return None
 
 
