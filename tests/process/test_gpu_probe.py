@@ -10,7 +10,10 @@ import psutil
 import pytest
 
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
+from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
+from everstep.machine.probes.gpu import by_catalogue
 from everstep.machine.probes.gpu_rules import GPU_RULES, GpuRule
+from everstep.spec.kernel_catalogue import load_kernel_catalogue
 from everstep.spec.policy import ProbesPolicy
 from tests.process.gpus import Gpus, gpus, nvml_built, quick_policy, rules
 from tests.support.nvml import build
@@ -218,6 +221,33 @@ def test_an_xid_is_heard_and_judged_by_the_catalogue(gpus: Gpus) -> None:
     gpus.library.set(1, xid="13:2")
     gpus.until(probe, lambda _: 13 in asked, after_s=0.0)
     assert rules(gpus.look(probe, 61)) == WELL  # the catalogue says that 13 is an application's
+
+
+def test_the_catalogue_of_the_kernel_log_judges_bare_numbers_with_care() -> None:
+    judge = by_catalogue(load_kernel_catalogue())
+
+    off_bus = judge(79)
+    assert off_bus is not None
+    assert (off_bus.action, off_bus.confidence) == (Action.EVICT_MACHINE, Confidence.HIGH)
+    for application_or_told_by_the_rest_of_the_line in (13, 31, 43, 45, 154):
+        assert judge(application_or_told_by_the_rest_of_the_line) is None
+    for severity_is_not_known in (144, 149):
+        rule = judge(severity_is_not_known)
+        assert rule is not None
+        assert (rule.action, rule.confidence) == (Action.STOP_TIME_CHECK, Confidence.LOW)
+    unknown = judge(9999)
+    assert unknown is not None
+    assert unknown.action is not Action.EVICT_MACHINE
+
+
+def test_all_probes_of_a_machine_include_those_of_gpus(tmp_path: Path) -> None:
+    around = Surroundings(sys=tmp_path)
+    probes = probes_of_machine(quick_policy(dcgm_url=""), around)
+    try:
+        assert [probe.name for probe in probes][:2] == ["gpu", "dcgm"]
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 # --- A driver that hangs

@@ -7,13 +7,15 @@ machine (no GPU, no RDMA device) has a probe all the same, which says so. Not he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everstep.decide.kernel import KernelJudge
 from everstep.decide.kernel_rules import KernelRules
 from everstep.machine.probes.base import Probe
+from everstep.machine.probes.dcgm import DcgmProbe
+from everstep.machine.probes.gpu import GpuProbe, by_catalogue
 from everstep.machine.probes.host_clock import ClockProbe, ClockSettings
 from everstep.machine.probes.host_disk import DiskProbe, DiskSettings
 from everstep.machine.probes.host_hardware import EdacProbe, EdacSettings, StorageProbe
@@ -58,6 +60,8 @@ class Surroundings:
     """A folder of ours that may be written into; None: nothing is written."""
     pids: Callable[[], Iterable[int]] = tuple
     """Processes of runs, for their open files. Asked for at each look."""
+    gpu_pids: Callable[[], Collection[int] | None] = lambda: None
+    """Processes that may hold GPUs; None: it is not known. Asked for at each look."""
     cgroups: Callable[[], Iterable[Path]] = tuple
     """Control groups of runs, for their OOM kills. Asked for at each look."""
     boot_id_file: Path | None = None
@@ -72,7 +76,25 @@ class Surroundings:
 
 def probes_of_machine(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
     """Every probe there is, in the order in which a person reads them. Nothing is looked at yet."""
-    return [*host_probes(policy, around), *network_probes(policy, around)]
+    around = replace(around, kernel_rules=around.kernel_rules or load_kernel_catalogue())
+    return [
+        *gpu_probes(policy, around),
+        *host_probes(policy, around),
+        *network_probes(policy, around),
+    ]
+
+
+def gpu_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
+    """Those of the GPUs' interval.
+
+    Raises:
+        SpecError: the kernel catalogue is not accepted.
+    """
+    judge_xid = by_catalogue(around.kernel_rules or load_kernel_catalogue())
+    return [
+        GpuProbe(policy, judge_xid=judge_xid, expected_pids=around.gpu_pids, sys_root=around.sys),
+        DcgmProbe(policy, judge_xid=judge_xid),
+    ]
 
 
 def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:

@@ -9,6 +9,7 @@ Not here: the pipe (``gpu_link``), the questions (``gpu_calls``), the judgement 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = ["GpuProbe", "JudgeXid", "by_catalogue"]
 JudgeXid = Callable[[int], GpuRule | None]
 """What an Xid means by itself; None: nothing for the machine (an application's own, say)."""
 
+LIBRARY = "libnvidia-ml.so.1"
 LEFT_MAX = 3
 """Helpers that hang in the kernel; with so many, no more are started."""
 READY_MARGIN_S = 5.0
@@ -64,6 +66,7 @@ class GpuProbe:
         self._judge = GpuJudge(policy, expected_pids)
         self._judge_xid = judge_xid
         self._environ = dict(os.environ if environ is None else environ)
+        self._find_first = environ is None
         self._sys_root = sys_root
         self._wake: Callable[[], None] = lambda: None
         self._link: HelperLink | None = None
@@ -142,6 +145,9 @@ class GpuProbe:
             return old if self._came_up(old) else None
         if now_s < self._retry_at_s or len(self._left) >= LEFT_MAX:
             return old
+        if old is None and self._find_first and not _library_found():
+            self._refused("library_not_found", "")
+            return None
         if old is not None and self._pause_s == 0:
             return old
         new = self._new_link(now_s)
@@ -207,7 +213,7 @@ class GpuProbe:
         """The driver refused to start; is something wrong, or is there nothing here?"""
         wanted = bool(self._labels or self._policy.gpus_expected)
         if error == "library_not_found":
-            text = "NVIDIA's library libnvidia-ml.so.1 is not installed"
+            text = f"NVIDIA's library {LIBRARY} is not installed"
             if not wanted:
                 self._absent = text
                 return
@@ -374,16 +380,23 @@ def by_catalogue(rules: KernelRules) -> JudgeXid:
         row = rules.xids.get(number, rules.unknown_xid)
         if row.teardown or row.several_programs or row.recovery:
             return None
-        known = number in rules.xids
-        action = row.action
-        if row.fatal is not None and row.nonfatal is not None:
-            action = Action.STOP_TIME_CHECK
-        sure = known and action is row.action
+        severity_matters = row.fatal is not None and row.nonfatal is not None
+        action = Action.STOP_TIME_CHECK if severity_matters else row.action
+        sure = number in rules.xids and not severity_matters
         return GpuRule(
             row.symptom, action, Confidence.HIGH if sure else Confidence.LOW, row.meaning
         )
 
     return judge
+
+
+def _library_found() -> bool:
+    """Whether there is a library to load; where there is none, no process need be started."""
+    try:
+        ctypes.CDLL(LIBRARY)  # its functions are called in the helper only
+    except OSError:
+        return False
+    return True
 
 
 def _faults(observations: Sequence[Observation]) -> list[Observation]:
