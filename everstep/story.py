@@ -7,6 +7,7 @@ workflow's clock and, in brackets, seconds since the incident was noticed.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,8 @@ from everstep.render import clock, words
 from everstep.spec.messages import DecisionRecord
 
 LOG_LINES_SHOWN = 3
+AGE_SHOWN_S = 0.05
+SECONDS_SHOWN_MAX = 120
 PHASES_TOLD = {
     RunPhase.OPENED: "machines claimed",
     RunPhase.START_COMMANDED: "start commanded",
@@ -96,7 +99,34 @@ def _observation(observation: ObservationRow) -> str:
     if observation.machine_id:
         place = f"{place} on {observation.machine_id}" if place else observation.machine_id
     head = f"{words(observation.kind)}: {place}" if place else words(observation.kind)
-    return f"{head} ({observation.verdict}) {observation.reason}".rstrip()
+    seen = _seen(observation.data) if observation.kind == "probe" else ""
+    ago = f", {age(observation.age_s)} before" if observation.age_s >= AGE_SHOWN_S else ""
+    return f"{head} ({observation.verdict}{ago}) {observation.reason}{seen}".rstrip()
+
+
+def _seen(data: Mapping[str, Any]) -> str:
+    """Which probe, about what, by which rule, and what it called for."""
+    what = " ".join(str(data[name]) for name in ("probe", "target") if data.get(name))
+    rule = f", rule {data['rule']}" if data.get("rule") else ""
+    action = f", calls for: {words(data['action'])}" if data.get("action") else ""
+    return f" [{what}{rule}{action}]" if what else ""
+
+
+def _probed(seen: Mapping[str, Any]) -> str:
+    """An observation in a machine's report, with its ages."""
+    observation = seen.get("observation", {})
+    since = f"for {age(seen.get('age_s', 0.0))}"
+    if seen.get("cleared_ago_s") is not None:
+        since += f", gone for {age(seen['cleared_ago_s'])}"
+    return (
+        f"{observation.get('verdict', 'unknown')} {since}: "
+        f"{observation.get('reason', '')}{_seen(observation)}"
+    )
+
+
+def age(seconds: float) -> str:
+    """A span for people: ``0.4 s``, ``12 min``."""
+    return f"{seconds:.1f} s" if seconds < SECONDS_SHOWN_MAX else f"{seconds / 60:.0f} min"
 
 
 def _report(report: dict[str, Any]) -> list[str]:
@@ -112,6 +142,9 @@ def _report(report: dict[str, Any]) -> list[str]:
         lines.append(f"{machine}: its processes vanished without a trace")
     if not report.get("teardown_clean", True):
         lines.append(f"{machine}: a process could not be ended")
+    lines += [f"{machine}: {_probed(seen)}" for seen in report.get("observations", ())]
+    if report.get("healthy_probes"):
+        lines.append(f"{machine}: nothing wrong by {', '.join(report['healthy_probes'])}")
     for rank in report.get("ranks", ()):
         lines.append(f"{machine} rank {rank.get('rank')}: {_end(rank)}")
         lines += [f"    | {line}" for line in rank.get("log_lines", ())[-LOG_LINES_SHOWN:]]
@@ -154,6 +187,9 @@ def _decision(record: DecisionRecord, origin: datetime) -> list[str]:
         f"  finding: {words(finding.symptom)}, {finding.confidence} confidence{suspects}",
         f"      side {words(finding.side)}",
         f"      rule {finding.rule}: {finding.reason}",
+        *([f"      calls for: {words(finding.action)}"] if finding.action else []),
+        *(["      ruled out:"] if finding.ruled_out else []),
+        *(f"        {line}" for line in finding.ruled_out),
         f"{_when(record.decided_at, origin)} decided: {words(decision.rung)}"
         + (f" {', '.join(decision.evict)}" if decision.evict else "")
         + f" ({words(decision.action)})",

@@ -36,6 +36,7 @@ from everstep.machine.launch import StateUnusable
 from everstep.machine.probing import MakeProbes, Probing
 from everstep.machine.registration import Registrar
 from everstep.machine.ring import EventRing
+from everstep.machine.run_places import RunPlaces
 from everstep.machine.runs import RunManager
 from everstep.machine.stream import Streams
 from everstep.machine.wire import Server, hardened_server
@@ -78,12 +79,14 @@ async def run_agent(config: AgentConfig, make_probes: MakeProbes | None = None) 
     tls = check(config)
     tokens = Secrets.load(config.secrets)
     policy = load_policy(None).policy.probes
-    make = make_probes or maker(config.probe_choice)
+    places = RunPlaces((config.state,))
+    make = make_probes or maker(config.probe_choice, places)
     for probe in make(policy):  # a wrong name is told now, and not once the agent serves
         probe.close()
     with own_state(config.state) as folder, listening(config.listen) as listener:
         try:
             agent = Agent(config, tokens, folder, listener, tls, make)
+            places.runs = agent.runs
             await agent.probing.use(policy)
             return await agent.run()
         except StateUnusable as problem:

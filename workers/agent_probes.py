@@ -15,8 +15,12 @@ from pydantic import BaseModel, ConfigDict
 
 from everstep.errors import ConfigurationProblem
 from everstep.machine.probes.base import Probe
+from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
+from everstep.machine.probes.gpu import GpuProbe, by_catalogue
 from everstep.machine.probes.site import SiteProbe
 from everstep.machine.probing import MakeProbes
+from everstep.machine.run_places import RunPlaces
+from everstep.spec.kernel_catalogue import load_kernel_catalogue
 from everstep.spec.policy import ProbesPolicy
 
 ALL, NONE = "all", "none"
@@ -33,20 +37,20 @@ class ProbeChoice(BaseModel):
     """A file to follow in the place of the kernel's own log."""
     site_checks: Path | None = None
     """Folder of a site's own checks."""
-    paths: tuple[Path, ...] = ()
-    """Places that the agent itself uses: their disks are looked at too."""
+    own_folder: Path | None = None
+    """A folder of the agent's own: its disk is looked at too, and written to."""
 
 
-def maker(choice: ProbeChoice) -> MakeProbes:
+def maker(choice: ProbeChoice, places: RunPlaces) -> MakeProbes:
     """How this agent makes its probes under a policy."""
 
     def make(policy: ProbesPolicy) -> Sequence[Probe]:
-        return probes_of(choice, policy)
+        return probes_of(choice, policy, places)
 
     return make
 
 
-def probes_of(choice: ProbeChoice, policy: ProbesPolicy) -> list[Probe]:
+def probes_of(choice: ProbeChoice, policy: ProbesPolicy, places: RunPlaces) -> list[Probe]:
     """The probes that were chosen.
 
     Raises:
@@ -57,7 +61,7 @@ def probes_of(choice: ProbeChoice, policy: ProbesPolicy) -> list[Probe]:
         found.append(SiteProbe(choice.site_checks))
     if choice.probes == (NONE,):
         return found
-    known = [*_of_machine(choice, policy)]
+    known = _of_machine(choice, policy, places)
     if choice.probes == (ALL,):
         return found + known
     wanted = set(choice.probes)
@@ -75,6 +79,19 @@ def probes_of(choice: ProbeChoice, policy: ProbesPolicy) -> list[Probe]:
     return found
 
 
-def _of_machine(choice: ProbeChoice, policy: ProbesPolicy) -> list[Probe]:
-    del choice, policy
-    return []
+def _of_machine(choice: ProbeChoice, policy: ProbesPolicy, places: RunPlaces) -> list[Probe]:
+    if choice.kernel_log is not None:
+        policy = policy.model_copy(update={"kernel_log": str(choice.kernel_log.absolute())})
+    rules = load_kernel_catalogue()
+    around = Surroundings(
+        paths=places.paths,
+        pids=places.pids,
+        cgroups=places.cgroups,
+        kernel_rules=rules,
+        own_folder=choice.own_folder,
+        boot_id_file=choice.own_folder / "boot_id" if choice.own_folder else None,
+    )
+    return [
+        GpuProbe(policy, judge_xid=by_catalogue(rules), expected_pids=lambda: set(places.pids())),
+        *probes_of_machine(policy, around),
+    ]

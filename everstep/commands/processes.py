@@ -213,7 +213,7 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
             probes=tuple(name for name in probes.split(",") if name),
             kernel_log=kernel_log,
             site_checks=site_checks,
-            paths=(state,),
+            own_folder=state / "agent",
         ),
     )
     raise typer.Exit(asyncio.run(run_agent(config)))

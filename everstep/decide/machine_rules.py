@@ -138,12 +138,19 @@ def explained_by_machine(evidence: Evidence) -> Finding | None:
         symptom=fault.observation.symptom or Symptom.UNKNOWN,
         side=side,
         cause=cause,
-        confidence=fault.observation.confidence,
+        # That a rank was killed and that the kernel kills for memory, together, leave no doubt.
+        confidence=Confidence.HIGH if row.name == "oom_killed" else fault.observation.confidence,
         rule=row.name,
         reason=f"{named_ranks(ranks)} on {fault.machine_id} {row.says}: {fault.observation.reason}",
         culprit_ranks=tuple(rank.rank for rank in ranks),
-        action=fault.observation.action,
+        action=_beyond_a_warning(fault),
     )
+
+
+def _beyond_a_warning(fault: MachineFault) -> Action | None:
+    """What it calls for; a warning is about the machine, and the run has failed."""
+    action = fault.observation.action
+    return None if action is Action.WARN_ONLY else action
 
 
 def stands_beside_fault(evidence: Evidence) -> Finding | None:
@@ -167,7 +174,7 @@ def stands_beside_fault(evidence: Evidence) -> Finding | None:
         confidence=Confidence.LOW,
         rule="",
         reason=f"no rank failed by itself, and {machines[0]} is not well: {observation.reason}",
-        action=observation.action,
+        action=_beyond_a_warning(faults[0]),
     )
 
 

@@ -320,6 +320,25 @@ class RunManager:
                 jobs[job_id] = max(generation, jobs.get(job_id, 0))
         return jobs
 
+    def places(self) -> tuple[Path, ...]:
+        """Folders that live runs write into; may be called from any thread."""
+        found = []
+        for run in list(self._runs.values()):
+            if run.is_live:
+                plan = run.record.plan
+                found += [run.folder.path, *map(Path, filter(None, [plan.checkpoint_dir]))]
+        return tuple(found)
+
+    def pids(self) -> tuple[int, ...]:
+        """Processes of ranks that have not been seen to end; may be called from any thread."""
+        return tuple(
+            run.processes.starts[rank].pid
+            for run in list(self._runs.values())
+            if run.is_live
+            for rank in list(run.processes.handles)
+            if rank in run.processes.starts
+        )
+
     def log_path(self, job_id: str, generation: int, rank: int) -> Path | None:
         """The log of a rank of this machine."""
         run = self._runs.get((job_id, generation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_a_story_has_evidence_rule_decision_policy_and_times_in_order(
         "Incident job-1 of job job: kernel panic",
         "Round 1, run 1",
         "(+0.00 s) noticed",
-        "rank 0 on m-1 (faulty) ended with signal 11",
+        "rank 0 on m-1 (faulty, 0.1 s before) ended with signal 11",
         "(+3.00 s) all ranks ended",
         "m-2: lost",
         "SIGSEGV",
@@ -279,3 +280,53 @@ def test_the_waiting_line_says_what_a_person_wants_to_know() -> None:
     )
     line = "running · step 120 · loss 2.346 · run 3 · 2 machines · ETTR 97.3% · 2 incidents"
     assert progress_line(status) == line
+
+
+def test_a_story_tells_what_probes_saw_and_what_was_ruled_out(incident: IncidentDetail) -> None:
+    seen = {"probe": "kernel_log", "target": "gpu 3", "rule": "xid_79", "action": "evict_machine"}
+    (number,) = incident.rounds
+    report = {
+        "machine_id": "m-2",
+        "reachable": True,
+        "healthy_probes": ["disk", "link"],
+        "observations": [
+            {"observation": seen | {"verdict": "faulty", "reason": "GPU 3 is gone"}, "age_s": 2.5},
+            {
+                "observation": seen | {"verdict": "faulty", "reason": "GPU 4 was gone"},
+                "age_s": 700.0,
+                "cleared_ago_s": 4.0,
+            },
+        ],
+    }
+    (decision,) = incident.decisions
+    (observation,) = incident.observations
+    finding = replace(
+        decision.finding,
+        action=Action.EVICT_MACHINE,
+        ruled_out=("ranks 1, 2: lost peers, witnesses only",),
+    )
+    told = observation.model_copy(
+        update={"kind": "probe", "rank": None, "machine_id": "m-2", "age_s": 1.5, "data": seen}
+    )
+    text = tell(
+        Story(
+            incident=incident.model_copy(
+                update={
+                    "rounds": (number.model_copy(update={"reports": [report]}),),
+                    "observations": (told,),
+                    "decisions": (decision.model_copy(update={"finding": finding}),),
+                }
+            ),
+            runs=(),
+        )
+    )
+    for said in (
+        "probe: m-2 (faulty, 1.5 s before)",
+        "[kernel_log gpu 3, rule xid_79, calls for: evict machine]",
+        "m-2: faulty for 2.5 s: GPU 3 is gone",
+        "m-2: faulty for 12 min, gone for 4.0 s: GPU 4 was gone",
+        "m-2: nothing wrong by disk, link",
+        "calls for: evict machine",
+        "ruled out:\n        ranks 1, 2: lost peers, witnesses only",
+    ):
+        assert said in text, text
