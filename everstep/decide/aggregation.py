@@ -109,7 +109,8 @@ def judge_hang(groups: Sequence[StackGroup], topology: Topology) -> StackFinding
         groups: of all machines, merged or not, in any order.
         topology: the run's ranks; replicas along its dp axis are what is compared.
     """
-    case = _Case(groups, topology)
+    whole = merge([StackReport(machine_id="", groups=tuple(groups))])
+    case = _Case(whole.groups, topology)
     for rule in (_stopped, _too_few, _moves, _outside, _helpers, _outliers):
         finding = rule(case)
         if finding is not None:
@@ -170,6 +171,7 @@ class _Case:
     ) -> StackFinding:
         """A finding that names processes."""
         ranks = sorted({c.rank for c in culprits})
+        culprits = sorted(culprits, key=lambda c: (c.rank, c.role, c.pids))
         first = culprits[0]
         whose = "" if first.role is ProcessRole.RANK else f"{first.role.value} of "
         text = f"{whose}{named(ranks)}: {first.reason}{rest}"
