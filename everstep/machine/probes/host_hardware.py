@@ -137,6 +137,16 @@ class EdacProbe:
             values=values,
         )
 
+    def not_here(self) -> Mapping[str, str]:
+        """Why memory errors are not counted, where they are not."""
+        if any(True for _ in children(self._controllers, "mc")):
+            return {}
+        return {"memory controllers": f"{self._controllers} has none (no EDAC driver)"}
+
+    def not_looked_at(self) -> Mapping[str, Sequence[str]]:
+        """Nothing is left out."""
+        return {}
+
     def close(self) -> None:
         """Holds nothing."""
 
@@ -170,10 +180,13 @@ class StorageProbe:
         """Nothing is read yet; ``sys`` is where /sys is."""
         self._sys = sys
         self._counted: dict[str, int] = {}
+        self._any = False
 
     def look(self, now_s: float) -> Sequence[Observation]:  # noqa: ARG002 - counters need no clock
         """Look at every disk and file system that tells."""
-        return [*self._nvme(), *self._scsi(), *self._arrays(), *self._file_systems()]
+        seen = [*self._nvme(), *self._scsi(), *self._arrays(), *self._file_systems()]
+        self._any = bool(seen)
+        return seen
 
     def _say(
         self, target: str, well: str, found: _Finding | None, values: Mapping[str, Value] = NOTHING
@@ -259,6 +272,16 @@ class StorageProbe:
         rise = max(0, value - self._counted.get(key, value))
         self._counted[key] = value
         return rise
+
+    def not_here(self) -> Mapping[str, str]:
+        """Why no disk was looked at, where none was."""
+        if self._any:
+            return {}
+        return {"disks": f"{self._sys} shows no NVMe, SCSI or md disk, no ext4 and no btrfs"}
+
+    def not_looked_at(self) -> Mapping[str, Sequence[str]]:
+        """Nothing is left out."""
+        return {}
 
     def close(self) -> None:
         """Holds nothing."""

@@ -8,7 +8,7 @@ killed is in the kernel log (``kernel_log``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -282,6 +282,14 @@ class ShmProbe:
         return seen or [
             healthy(self.name, f"{size(free)} of {size(total)} free", target, values=values)
         ]
+
+    def not_here(self) -> Mapping[str, str]:
+        """Whether there is no shared memory."""
+        return {} if self._folder.is_dir() else {"shared memory": f"{self._folder} is not there"}
+
+    def not_looked_at(self) -> Mapping[str, Sequence[str]]:
+        """Nothing is left out."""
+        return {}
 
     def close(self) -> None:
         """Holds nothing."""

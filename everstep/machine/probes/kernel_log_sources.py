@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ RECORD_BYTES_MAX = 8192
 """The kernel refuses to read a record of /dev/kmsg into less than it needs (EINVAL)."""
 LINES_PER_LOOK_MAX = 20_000
 LINE_CHARS_MAX = 2000
+_KMSG_DEVICE = os.makedev(1, 11)
 _PART_BYTES = 1 << 16
 _BYTES_PER_LOOK_MAX = 16 << 20
 _TRY_MAX_S = 3.0
@@ -136,6 +138,10 @@ class KmsgSource:
         self._steady = steady
         self._after = after
         self._skip_until_s = steady() - past_s if after is None else 0.0
+        found = os.fstat(self._fd)
+        if stat.S_ISCHR(found.st_mode) and found.st_rdev != _KMSG_DEVICE:
+            self.close()  # containers put /dev/null or a console in its place
+            raise OSError(errno.ENODEV, "it is not the kernel's log", str(path))
         try:
             # SEEK_DATA is "after the last clear"; SEEK_SET the oldest that is there.
             whole = past_s > 0 or after is not None
