@@ -112,6 +112,7 @@ class LogFollower:
         self._from_start = fresh
         self._fd = -1
         self._offset = 0
+        self._size = 0
         self._base = 0
         """Bytes read before the file was last truncated."""
         self._held = b""
@@ -148,7 +149,7 @@ class LogFollower:
                 self._fd = os.open(self._path, flags)
                 if not self._from_start:
                     self._jump(max(0, os.fstat(self._fd).st_size - ADOPT_BYTES))
-            size = os.fstat(self._fd).st_size
+            self._size = size = os.fstat(self._fd).st_size
             if size < self._offset:  # truncated: it begins anew
                 self._base, self._offset, self._held = self._base + self._offset, 0, b""
             if size - self._offset > BEHIND_MAX * share:
@@ -195,7 +196,7 @@ class LogFollower:
         self.reading = self._told(
             replace(
                 reading,
-                bytes_seen=self._base + self._offset,
+                bytes_seen=self._base + self._size,
                 position=position,
                 phase=phase,
                 fresh=tuple(steps),

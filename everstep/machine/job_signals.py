@@ -49,7 +49,7 @@ class JobSignals:
         self._before: dict[int, Progress] = {}
         self._arrived: tuple[float, int] | None = None
         """When the leading rank's last step line came, and its step."""
-        self._bytes = 0
+        self._bytes: int | None = None
         self.changed = False
         """Set when ``facts`` were changed and should be saved."""
         self._restore()
@@ -113,6 +113,9 @@ class JobSignals:
     def output(self, now_ns: int, logs: Mapping[int, LogReading], *, live: bool) -> list[Observed]:
         """Take what a script that reports no steps has written."""
         now_s, written = now_ns / NS, sum(reading.bytes_seen for reading in logs.values())
+        if self._bytes is None:
+            self._bytes = written  # what was there before this agent says nothing about now
+            return []
         if written > self._bytes:
             self._bytes = written
             return self._over(EventKind.LOG_SILENT) if self._output.wrote(now_s) else []

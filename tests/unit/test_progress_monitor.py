@@ -187,6 +187,46 @@ def test_a_section_stops_the_clock_for_steps_and_restarts_it() -> None:
     assert job.stalled() == [0]
 
 
+def test_the_step_after_a_long_section_may_be_slow_like_the_first() -> None:
+    """Data loaders start anew after an evaluation, and something may be compiled once more."""
+    job = Job(ranks=1)
+    job.train(steps=10, step_time_s=1)
+    job.change(0, section="eval", section_entered_ns=int(job.now_s * NS))
+    job.wait(300)
+    job.change(0, section=None, section_entered_ns=0, section_left_ns=int(job.now_s * NS))
+    job.wait(595)
+    assert job.stalled() == []
+    job.step()
+    job.look()
+    job.wait(59)
+    assert job.stalled() == []
+    job.wait(5)
+    assert job.stalled() == [0], "from then on the rhythm counts again"
+
+
+def test_a_hang_after_a_long_section_is_found_too() -> None:
+    job = Job(ranks=1)
+    job.train(steps=10, step_time_s=1)
+    job.change(0, section="eval", section_entered_ns=int(job.now_s * NS))
+    job.wait(300)
+    job.change(0, section=None, section_entered_ns=0, section_left_ns=int(job.now_s * NS))
+    job.wait(605)
+    assert job.stalled() == [0]
+
+
+def test_a_pause_in_which_nobody_looked_is_not_held_against_ranks() -> None:
+    """The machine was frozen or the agent starved; a rank that was well has a moment to show it."""
+    job = Job(ranks=2)
+    job.train(steps=10, step_time_s=1)
+    job.now_s += 3600
+    job.look()
+    assert job.stalled() == []
+    job.wait(55)
+    assert job.stalled() == []
+    job.wait(10)
+    assert job.stalled() == [0, 1]
+
+
 def test_a_section_that_is_shorter_than_a_look_is_no_step_time() -> None:
     job = Job(ranks=1)
     job.train(steps=10, step_time_s=1)
