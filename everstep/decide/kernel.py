@@ -13,43 +13,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from everstep.decide.kernel_findings import (
+    EVIDENCE_CHARS_MAX,
+    PROBE,
+    RANK,
+    TIMES_MAX,
+    EvidenceLine,
+    Finding,
+    Programs,
+    is_softened,
+    reason,
+    worse,
+)
 from everstep.decide.kernel_match import Hit, Matcher
-from everstep.decide.kernel_rules import KernelClass, KernelRules, LineRule, NumberRule
+from everstep.decide.kernel_rules import KernelRules, LineRule, NumberRule
 from everstep.decide.kernel_text import Clock, KernelLine, LineTime, parse
-from everstep.decide.observation import Observation, Value
+from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
 
-PROBE = "kernel_log"
 FINDINGS_MAX = 4_096
-EVIDENCE_LINES_MAX = 5
-EVIDENCE_CHARS_MAX = 300
 TEARDOWNS_MAX = 16
-PROGRAMS_MAX = 64
-_SURE_PROGRAMS = 3
-"""So many programs on one GPU make it the GPU; two of the same name only make it worth a check."""
 
-_RANK = {
-    Action.WARN_ONLY: 0,
-    Action.RETRY_IN_PLACE: 1,
-    Action.ROLLBACK_CODE: 2,
-    Action.FIX_CONFIG_GIVE_UP: 3,
-    Action.WAIT_EXTERNAL: 4,
-    Action.STOP_TIME_CHECK: 5,
-    Action.OVER_EVICT_GROUP: 6,
-    Action.EVICT_MACHINE: 7,
-}
-"""Which action a set of findings leads to: the one that leaves the least broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvidenceLine:
-    """A line that a person would look at."""
-
-    number: int
-    """Counted from 1."""
-    text: str
+__all__ = ["EvidenceLine", "KernelJudge", "KernelVerdict", "judge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +56,6 @@ class KernelVerdict:
     evidence: tuple[EvidenceLine, ...]
     why: str
     """One sentence for a person."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Finding:
-    hit: Hit
-    """The one that made it most serious."""
-    action: Action
-    first_s: float
-    last_s: float
-    order: int
-    last_action: Action = Action.WARN_ONLY
-    count: int = 0
-    cleared: bool = False
-    stayed: bool = False
-    repeated: bool = False
-    """It came often enough to count, however well it ended each time."""
-    due_s: float | None = None
-    """When its action is decided: a word that would soften it may still come."""
-    times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4_096))
-    evidence: list[EvidenceLine] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Program:
-    pid: int
-    name: str
-    at_s: float
 
 
 def judge(
@@ -124,10 +84,10 @@ class KernelJudge:
         self._time = LineTime()
         self._at_s: float | None = None
         self._lines = 0
-        self._findings: dict[tuple[str, str], _Finding] = {}
+        self._findings: dict[tuple[str, str], Finding] = {}
         self._watched: set[tuple[str, str]] = set()
         """Findings that time alone may change."""
-        self._programs: dict[str, list[_Program]] = {}
+        self._programs = Programs(rules.windows)
         self._teardowns: deque[tuple[float, float]] = deque(maxlen=TEARDOWNS_MAX)
 
     def feed(self, line: str, at_s: float) -> list[Observation]:
@@ -164,7 +124,7 @@ class KernelJudge:
     def verdict(self) -> KernelVerdict:
         """What all lines so far say together."""
         for finding in self._findings.values():
-            if _is_softened(finding.hit.rule):
+            if is_softened(finding.hit.rule):
                 finding.action = self._softened(finding)
             self._outlast(finding, self._time.now_s)
         standing = [
@@ -172,7 +132,7 @@ class KernelJudge:
             for finding in self._findings.values()
             if not finding.cleared and not self._explained(finding, (t for t, _ in finding.times))
         ]
-        standing.sort(key=lambda f: (-_RANK[f.action], f.order))
+        standing.sort(key=lambda f: (-RANK[f.action], f.order))
         if not standing:
             over = any(f.cleared for f in self._findings.values())
             why = "what was reported is over" if over else "no line calls for an action"
@@ -188,7 +148,7 @@ class KernelJudge:
                 why=why,
             )
         first = standing[0]
-        seen = tuple(self._observe(f, f.action) for f in standing)
+        seen = tuple(f.observation(f.action) for f in standing)
         return KernelVerdict(
             action=first.action,
             symptom=first.hit.rule.symptom,
@@ -214,37 +174,34 @@ class KernelJudge:
             if rule.clears:
                 return self._clear(hit, set(rule.clears))
         if hit.recovery is not None and hit.recovery.clears:
-            self._programs.pop(hit.gpu, None)
+            self._programs.forget(hit.gpu)
             return self._clear(hit, None)
         finding = self._finding(hit, now_s)
         merged = finding.count > 0 and now_s - finding.last_s <= self._rules.windows.burst_s
-        finding.times.append((now_s, hit.count))
-        finding.count += hit.count
-        finding.last_s = now_s
-        if len(finding.evidence) < EVIDENCE_LINES_MAX:
-            finding.evidence.append(EvidenceLine(self._lines, line.message[:EVIDENCE_CHARS_MAX]))
+        evidence = EvidenceLine(self._lines, line.message[:EVIDENCE_CHARS_MAX])
+        finding.note(now_s, hit.count, evidence)
         action = self._together(hit, finding, now_s)
-        if _is_softened(rule):
+        if is_softened(rule):
             if not merged:
                 finding.due_s = now_s + self._rules.windows.settle_s
             return []
         return self._raise(finding, hit, action, merged=merged) + self._look_again(hit)
 
     def _raise(
-        self, finding: _Finding, hit: Hit, action: Action, *, merged: bool
+        self, finding: Finding, hit: Hit, action: Action, *, merged: bool
     ) -> list[Observation]:
         """Note an action; an observation unless it says nothing new."""
-        if _RANK[action] > _RANK[finding.action]:
+        if RANK[action] > RANK[finding.action]:
             finding.action, finding.hit = action, hit
-        more = _RANK[action] > _RANK[finding.last_action]
+        more = RANK[action] > RANK[finding.last_action]
         if merged and not more:
             return []
         finding.last_action = action
         if self._explained(finding, (finding.last_s,)):
             return []
-        return [self._observe(finding, action)]
+        return [finding.observation(action)]
 
-    def _finding(self, hit: Hit, now_s: float) -> _Finding:
+    def _finding(self, hit: Hit, now_s: float) -> Finding:
         key = (hit.name, hit.target)
         finding = self._findings.get(key)
         if finding is not None and finding.cleared:
@@ -253,11 +210,11 @@ class KernelJudge:
             del self._findings[key]
             finding = None
         else:
-            times = deque(maxlen=4_096)
+            times = deque(maxlen=TIMES_MAX)
         if finding is None:
             while len(self._findings) >= FINDINGS_MAX:
                 del self._findings[next(iter(self._findings))]
-            finding = self._findings[key] = _Finding(
+            finding = self._findings[key] = Finding(
                 hit=hit,
                 action=Action.WARN_ONLY,
                 first_s=now_s,
@@ -266,17 +223,17 @@ class KernelJudge:
                 times=times,
             )
             rule = hit.rule
-            if _is_softened(rule) or (isinstance(rule, LineRule) and rule.stay is not None):
+            if is_softened(rule) or (isinstance(rule, LineRule) and rule.stay is not None):
                 self._watched.add(key)
         return finding
 
-    def _together(self, hit: Hit, finding: _Finding, now_s: float) -> Action:
+    def _together(self, hit: Hit, finding: Finding, now_s: float) -> Action:
         """The action of a hit, with what came before it."""
         action = hit.action
         rule = hit.rule
         if isinstance(rule, NumberRule):
             if rule.several_programs:
-                action = _worse(action, self._programs_say(hit, now_s))
+                action = worse(action, self._programs.say(hit, now_s, timed=self._time.timed))
             return action
         if rule.repeat is not None:
             recent = sum(n for at, n in finding.times if now_s - at <= rule.repeat.within_s)
@@ -284,33 +241,12 @@ class KernelJudge:
                 # Without times nobody can say that they lie close together.
                 finding.repeated = True
                 guess = rule.repeat.action is Action.EVICT_MACHINE and not self._time.timed
-                action = _worse(action, Action.STOP_TIME_CHECK if guess else rule.repeat.action)
+                action = worse(action, Action.STOP_TIME_CHECK if guess else rule.repeat.action)
         return action
-
-    def _programs_say(self, hit: Hit, now_s: float) -> Action:
-        """Whether the errors of several programs are those of the GPU that they ran on."""
-        windows = self._rules.windows
-        if hit.pid is not None:
-            seen = self._programs.setdefault(hit.gpu, [])
-            seen[:] = [p for p in seen if now_s - p.at_s <= windows.programs_s][-PROGRAMS_MAX:]
-            # Programs that fail in the same moment share a fate (MPS), so they count as one.
-            fresh = all(p.pid != hit.pid for p in seen) and (
-                not self._time.timed or all(now_s - p.at_s > windows.burst_s for p in seen)
-            )
-            if fresh:
-                seen.append(_Program(hit.pid, hit.program, now_s))
-        here = self._programs.get(hit.gpu, [])
-        elsewhere = max((len(p) for gpu, p in self._programs.items() if gpu != hit.gpu), default=0)
-        # A program that is wrong is wrong on every GPU it runs on.
-        if len(here) < 2 * (elsewhere + 1):
-            return Action.WARN_ONLY
-        names = {p.name for p in here}
-        sure = len(here) >= _SURE_PROGRAMS or len(names) > 1
-        return Action.EVICT_MACHINE if sure else Action.STOP_TIME_CHECK
 
     # --- What other lines change
 
-    def _explained(self, finding: _Finding, times: Iterable[float]) -> bool:
+    def _explained(self, finding: Finding, times: Iterable[float]) -> bool:
         """Whether something else that was found makes it a consequence, each time it came."""
         rule = finding.hit.rule
         names = set(rule.explained_by)
@@ -327,7 +263,7 @@ class KernelJudge:
             for at_s in times
         )
 
-    def _softened(self, finding: _Finding) -> Action:
+    def _softened(self, finding: Finding) -> Action:
         """The action of a finding that hangs on the other Xids of its GPU."""
         rule = finding.hit.rule
         if not isinstance(rule, NumberRule) or rule.softened_action is None:
@@ -340,7 +276,7 @@ class KernelJudge:
             and isinstance(other.hit.rule, NumberRule)
             and not other.hit.rule.teardown
             and not other.hit.rule.several_programs
-            and not _is_softened(other.hit.rule)
+            and not is_softened(other.hit.rule)
             and abs(other.last_s - finding.last_s) <= self._rules.windows.consequences_s
         }
         return rule.softened_action if others == {rule.softened_by} else finding.hit.action
@@ -357,7 +293,7 @@ class KernelJudge:
                 finding is not None
                 and decided
                 and finding.hit.gpu == hit.gpu
-                and _is_softened(finding.hit.rule)
+                and is_softened(finding.hit.rule)
             ):
                 out += self._raise(finding, finding.hit, self._softened(finding), merged=True)
         return out
@@ -375,7 +311,7 @@ class KernelJudge:
             out += self._outlast(finding, now_s)
         return out
 
-    def _outlast(self, finding: _Finding, now_s: float) -> list[Observation]:
+    def _outlast(self, finding: Finding, now_s: float) -> list[Observation]:
         """What has lasted too long to pass by itself."""
         rule = finding.hit.rule
         stay = rule.stay if isinstance(rule, LineRule) else None
@@ -404,7 +340,7 @@ class KernelJudge:
             Observation(
                 probe=PROBE,
                 verdict=Verdict.HEALTHY,
-                reason=f"{_reason(hit, 1)}: over is {was}",
+                reason=f"{reason(hit, 1)}: over is {was}",
                 target=hit.target,
                 rule=hit.name,
                 values={**hit.values, "cleared": was},
@@ -415,47 +351,3 @@ class KernelJudge:
         if self._at_s is not None:
             self._time.advance(at_s - self._at_s)
         self._at_s = at_s
-
-    # --- Words
-
-    def _observe(self, finding: _Finding, action: Action) -> Observation:
-        hit = finding.hit
-        values: dict[str, Value] = {**hit.values, "count": finding.count}
-        if finding.evidence:
-            values["line"] = finding.evidence[0].text
-        return Observation(
-            probe=PROBE,
-            verdict=Verdict.FAULTY,
-            reason=_reason(hit, finding.count),
-            target=hit.target,
-            rule=hit.name,
-            symptom=hit.rule.symptom,
-            action=action,
-            confidence=_confidence(action, hit),
-            values=values,
-        )
-
-
-def _is_softened(rule: NumberRule | LineRule) -> bool:
-    return isinstance(rule, NumberRule) and rule.softened_by is not None
-
-
-def _worse(first: Action, second: Action) -> Action:
-    return first if _RANK[first] >= _RANK[second] else second
-
-
-def _confidence(action: Action, hit: Hit) -> Confidence:
-    sure = action is Action.EVICT_MACHINE or hit.rule.kind is KernelClass.OUT_OF_MEMORY
-    return Confidence.HIGH if sure else Confidence.LOW
-
-
-def _reason(hit: Hit, count: int) -> str:
-    what = hit.rule.meaning
-    if isinstance(hit.rule, NumberRule):
-        word, _, number = hit.name.partition("_")
-        what = f"{'SXid' if word == 'sxid' else 'Xid'} {number}: {what}"
-        if hit.rule.documented:
-            what += f" (documented: {hit.rule.documented})"
-    where = f" on {hit.target}" if hit.target else ""
-    times = f", {count} times" if count > 1 else ""
-    return f"{what}{where}{times}"

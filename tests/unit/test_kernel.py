@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.decide.kernel import PROBE, KernelJudge, judge
+from everstep.decide.kernel import KernelJudge, judge
+from everstep.decide.kernel_findings import PROBE
 from everstep.decide.kernel_match import pci_key
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
@@ -475,4 +476,4 @@ def test_memory_is_bounded() -> None:
         judge_.feed(xid(31, program(number), at=float(number)), float(number))
 
     assert len(judge_._findings) <= 4_096
-    assert len(judge_._programs[GPU]) <= 65
+    assert len(judge_._programs._seen[GPU]) <= 64

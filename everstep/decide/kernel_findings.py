@@ -1,0 +1,161 @@
+"""What was found in a kernel log, and the words for it.
+
+Not here: which findings stand, and what they come to (``kernel``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from everstep.decide.kernel_match import Hit
+from everstep.decide.kernel_rules import KernelClass, LineRule, NumberRule, Windows
+from everstep.decide.observation import Observation, Value
+from everstep.decide.words import Action, Confidence, Verdict
+
+PROBE = "kernel_log"
+EVIDENCE_LINES_MAX = 5
+EVIDENCE_CHARS_MAX = 300
+TIMES_MAX = 4_096
+PROGRAMS_MAX = 64
+_SURE_PROGRAMS = 3
+"""So many programs on one GPU make it the GPU; two of the same name only make it worth a check."""
+
+RANK = {
+    Action.WARN_ONLY: 0,
+    Action.RETRY_IN_PLACE: 1,
+    Action.ROLLBACK_CODE: 2,
+    Action.FIX_CONFIG_GIVE_UP: 3,
+    Action.WAIT_EXTERNAL: 4,
+    Action.STOP_TIME_CHECK: 5,
+    Action.OVER_EVICT_GROUP: 6,
+    Action.EVICT_MACHINE: 7,
+}
+"""Which action a set of findings leads to: the one that leaves the least broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceLine:
+    """A line that a person would look at."""
+
+    number: int
+    """Counted from 1."""
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Finding:
+    """One row of the catalogue at one target."""
+
+    hit: Hit
+    """The one that made it most serious."""
+    action: Action
+    first_s: float
+    last_s: float
+    order: int
+    last_action: Action = Action.WARN_ONLY
+    count: int = 0
+    cleared: bool = False
+    stayed: bool = False
+    repeated: bool = False
+    """It came often enough to count, however well it ended each time."""
+    due_s: float | None = None
+    """When its action is decided: a word that would soften it may still come."""
+    times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TIMES_MAX))
+    evidence: list[EvidenceLine] = field(default_factory=list)
+
+    def note(self, now_s: float, count: int, line: EvidenceLine) -> None:
+        """It came once more."""
+        self.times.append((now_s, count))
+        self.count += count
+        self.last_s = now_s
+        if len(self.evidence) < EVIDENCE_LINES_MAX:
+            self.evidence.append(line)
+
+    def observation(self, action: Action) -> Observation:
+        """The finding as a probe tells it."""
+        hit = self.hit
+        values: dict[str, Value] = {**hit.values, "count": self.count}
+        if self.evidence:
+            values["line"] = self.evidence[0].text
+        sure = action is Action.EVICT_MACHINE or hit.rule.kind is KernelClass.OUT_OF_MEMORY
+        return Observation(
+            probe=PROBE,
+            verdict=Verdict.FAULTY,
+            reason=reason(hit, self.count),
+            target=hit.target,
+            rule=hit.name,
+            symptom=hit.rule.symptom,
+            action=action,
+            confidence=Confidence.HIGH if sure else Confidence.LOW,
+            values=values,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    pid: int
+    name: str
+    at_s: float
+
+
+class Programs:
+    """Which programs failed on which GPU: one program's errors are its own, several's are not."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._seen: dict[str, list[_Program]] = {}
+
+    def say(self, hit: Hit, now_s: float, *, timed: bool) -> Action:
+        """What the programs that failed on the hit's GPU say about it, with this one.
+
+        Args:
+            hit: an Xid that is a program's fault first.
+            now_s: when it came.
+            timed: whether the log has times, so that distances mean something.
+        """
+        if hit.pid is not None:
+            seen = [
+                program
+                for program in self._seen.get(hit.gpu, ())
+                if now_s - program.at_s <= self._windows.programs_s
+            ]
+            # Programs that fail in the same moment share a fate (MPS), so they count as one.
+            apart = not timed or all(now_s - p.at_s > self._windows.burst_s for p in seen)
+            if apart and all(program.pid != hit.pid for program in seen):
+                seen.append(_Program(hit.pid, hit.program, now_s))
+            self._seen[hit.gpu] = seen[-PROGRAMS_MAX:]
+        here = self._seen.get(hit.gpu, [])
+        elsewhere = max((len(p) for gpu, p in self._seen.items() if gpu != hit.gpu), default=0)
+        # A program that is wrong is wrong on every GPU it runs on.
+        if len(here) < 2 * (elsewhere + 1):
+            return Action.WARN_ONLY
+        sure = len(here) >= _SURE_PROGRAMS or len({program.name for program in here}) > 1
+        return Action.EVICT_MACHINE if sure else Action.STOP_TIME_CHECK
+
+    def forget(self, gpu: str) -> None:
+        """The GPU was reset, and is well."""
+        self._seen.pop(gpu, None)
+
+
+def is_softened(rule: NumberRule | LineRule) -> bool:
+    """Whether the action hangs on the other Xids of the GPU."""
+    return isinstance(rule, NumberRule) and rule.softened_by is not None
+
+
+def worse(first: Action, second: Action) -> Action:
+    """The one that leaves less broken."""
+    return first if RANK[first] >= RANK[second] else second
+
+
+def reason(hit: Hit, count: int) -> str:
+    """One sentence for a person."""
+    what = hit.rule.meaning
+    if isinstance(hit.rule, NumberRule):
+        word, _, number = hit.name.partition("_")
+        what = f"{'SXid' if word == 'sxid' else 'Xid'} {number}: {what}"
+        if hit.rule.documented:
+            what += f" (documented: {hit.rule.documented})"
+    where = f" on {hit.target}" if hit.target else ""
+    times = f", {count} times" if count > 1 else ""
+    return f"{what}{where}{times}"
