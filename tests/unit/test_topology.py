@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.decide.topology import Topology, topology
+from everstep.decide.topology import Cover, Topology, topology
 from everstep.spec.job import AXES, Layout
 
 TOPOLOGIES = st.builds(
@@ -111,3 +111,44 @@ def test_positions_outside_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"not in 0\.\.|no such axis"):
             call()
+
+
+# --- the smallest part that covers some ranks
+
+
+def test_the_papers_outliers_are_covered_by_their_pipeline() -> None:
+    example = topology({"tp": 2, "pp": 4, "dp": 4}, ("tp", "pp", "dp"), 2)
+
+    assert example.cover(range(24, 32)) == Cover("pp", (12, 13, 14, 15))
+    assert example.cover([24, 31]) == Cover("pp", (12, 13, 14, 15))
+    assert example.cover([24, 25]) == Cover(None, (12,)), "one machine is enough"
+    assert example.cover([0, 8, 16]) == Cover("dp", (0, 4, 8, 12))
+    assert example.cover([0, 10]) is None, "another stage in another replica"
+    assert example.cover([]) is None
+
+
+def test_the_whole_job_covers_nothing() -> None:
+    replicas = topology({"dp": 8}, ("dp",), 2)
+
+    assert replicas.cover([0, 7]) is None
+    assert replicas.cover([4]) == Cover(None, (2,))
+    assert topology({"dp": 8}, ("dp",), 8).cover([1, 2]) is None, "there is no other machine"
+
+
+@given(TOPOLOGIES, st.data())
+def test_a_cover_holds_the_ranks_and_no_smaller_group_does(
+    t: Topology, data: st.DataObject
+) -> None:
+    ranks = data.draw(st.sets(st.integers(0, t.world_size - 1), min_size=1, max_size=4))
+    wanted = set(t.machines_of(ranks))
+    found = t.cover(ranks)
+    parts = [set(t.machines_of(group)) for axis in AXES for group in t.groups(axis)]
+    fitting = [len(part) for part in parts if wanted <= part and len(part) < t.machines]
+    if t.machines > 1 and len(wanted) == 1:
+        fitting.append(1)
+
+    if found is None:
+        assert not fitting
+    else:
+        assert wanted <= set(found.machines)
+        assert len(found.machines) == min(fitting)
