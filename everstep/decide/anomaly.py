@@ -97,7 +97,7 @@ class SpikeRule:
 
     def _judge(self) -> None:
         self.baseline = self.limit = None
-        if len(self._past) < min(self.warmup, self.window):
+        if not self._past or len(self._past) < min(self.warmup, self.window):
             return
         median = statistics.median(self._past)
         if median <= 0:

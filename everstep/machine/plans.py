@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from pydantic import ValidationError
+
 from everstep.spec.agent_api import AgentRunPolicy, RunPlan
+from everstep.spec.job import ProgressSpec
 
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:%_-]{0,251}[A-Za-z0-9])?|::1?")
 _LIMIT_MAX_S = 365 * 86_400.0
@@ -53,7 +56,15 @@ def _problems(plan: RunPlan, slots: int) -> Iterator[str]:
     if plan.checkpoint_keep < 1:
         yield "run.checkpoint_keep: must be at least 1"
     yield from _path_problems(plan)
+    yield from _pattern_problems(plan.progress_pattern)
     yield from _policy_problems(plan.policy)
+
+
+def _pattern_problems(pattern: str | None) -> Iterator[str]:
+    try:
+        ProgressSpec(pattern=pattern)
+    except ValidationError:
+        yield "run.progress_pattern: must be a regular expression with a group named step"
 
 
 def _path_problems(plan: RunPlan) -> Iterator[str]:
