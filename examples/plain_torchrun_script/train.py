@@ -4,8 +4,8 @@ It is started by ``torchrun``, saves its own checkpoints with ``torch.save`` and
 newest one. Under Everstep the same command works (``job.yaml``): the launcher is replaced, and
 exits, logs, hangs and machines are watched from outside.
 
-Not here: progress by step and checkpoints that Everstep can restore from. That is what the trainer
-library adds; ``../tiny_gpt/train.py`` shows it.
+Its step and loss are read from the lines that it prints. Not here: checkpoints that Everstep can
+restore from. That is what the trainer library adds; ``../tiny_gpt/train.py`` shows it.
 """
 
 from __future__ import annotations
