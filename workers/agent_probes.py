@@ -16,11 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from everstep.errors import ConfigurationProblem
 from everstep.machine.probes.base import Probe
 from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
-from everstep.machine.probes.gpu import GpuProbe, by_catalogue
 from everstep.machine.probes.site import SiteProbe
 from everstep.machine.probing import MakeProbes
 from everstep.machine.run_places import RunPlaces
-from everstep.spec.kernel_catalogue import load_kernel_catalogue
 from everstep.spec.policy import ProbesPolicy
 
 ALL, NONE = "all", "none"
@@ -82,16 +80,12 @@ def probes_of(choice: ProbeChoice, policy: ProbesPolicy, places: RunPlaces) -> l
 def _of_machine(choice: ProbeChoice, policy: ProbesPolicy, places: RunPlaces) -> list[Probe]:
     if choice.kernel_log is not None:
         policy = policy.model_copy(update={"kernel_log": str(choice.kernel_log.absolute())})
-    rules = load_kernel_catalogue()
     around = Surroundings(
         paths=places.paths,
         pids=places.pids,
         cgroups=places.cgroups,
-        kernel_rules=rules,
+        gpu_pids=lambda: set(places.pids()),
         own_folder=choice.own_folder,
         boot_id_file=choice.own_folder / "boot_id" if choice.own_folder else None,
     )
-    return [
-        GpuProbe(policy, judge_xid=by_catalogue(rules), expected_pids=lambda: set(places.pids())),
-        *probes_of_machine(policy, around),
-    ]
+    return probes_of_machine(policy, around)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
 from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
-from everstep.machine.probes.gpu import by_catalogue
 from everstep.machine.probes.gpu_rules import GPU_RULES, GpuRule
+from everstep.machine.probes.gpu_xids import by_catalogue
 from everstep.spec.kernel_catalogue import load_kernel_catalogue
 from everstep.spec.policy import ProbesPolicy
 from tests.process.gpus import Gpus, gpus, nvml_built, quick_policy, rules
@@ -114,6 +115,8 @@ HARMLESS: list[dict[str, Any]] = [
     {"recovery_action": "none", "memory_temperature": "none", "nvlink_errors": "none"},
     {"fabric_state": 3},
     {"pcie_replays": 3},
+    {"error__nvmlDeviceGetPowerUsage": 17},
+    {"error__nvmlDeviceGetUtilizationRates": 21},
 ]
 
 
@@ -181,17 +184,22 @@ def test_a_fabric_that_does_not_come_up(gpus: Gpus) -> None:
 def test_processes_of_no_run_are_seen_only_when_it_is_known_who_may_be_there(gpus: Gpus) -> None:
     expected: set[int] | None = None
     probe = gpus.probe(expected_pids=lambda: expected)
-    gpus.library.set(0, pid=4321)
+    mine = os.getpid()
+    gpus.library.set(0, pid=mine)
     gpus.look(probe)
     assert rules(gpus.look(probe)) == WELL
 
-    expected = {4321}
+    expected = {mine}
     gpus.look(probe)
     assert rules(gpus.look(probe)) == WELL
 
     expected = set()
     assert rules(gpus.look(probe)) == WELL  # it may be ending
     assert rules(gpus.look(probe))["gpu 0"] == ["process_left"]
+
+    gpus.library.set(0, pid=2**30)  # of another pid namespace: nobody here can say whose it is
+    assert rules(gpus.look(probe)) == WELL
+    assert rules(gpus.look(probe)) == WELL
 
 
 # --- Xids

@@ -15,7 +15,8 @@ from everstep.decide.kernel import KernelJudge
 from everstep.decide.kernel_rules import KernelRules
 from everstep.machine.probes.base import Probe
 from everstep.machine.probes.dcgm import DcgmProbe
-from everstep.machine.probes.gpu import GpuProbe, by_catalogue
+from everstep.machine.probes.gpu import GpuProbe
+from everstep.machine.probes.gpu_xids import by_catalogue
 from everstep.machine.probes.host_clock import ClockProbe, ClockSettings
 from everstep.machine.probes.host_disk import DiskProbe, DiskSettings
 from everstep.machine.probes.host_hardware import EdacProbe, EdacSettings, StorageProbe
@@ -92,7 +93,13 @@ def gpu_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
     """
     judge_xid = by_catalogue(around.kernel_rules or load_kernel_catalogue())
     return [
-        GpuProbe(policy, judge_xid=judge_xid, expected_pids=around.gpu_pids, sys_root=around.sys),
+        GpuProbe(
+            policy,
+            judge_xid=judge_xid,
+            expected_pids=around.gpu_pids,
+            sys_root=around.sys,
+            proc_root=around.proc,
+        ),
         DcgmProbe(policy, judge_xid=judge_xid),
     ]
 

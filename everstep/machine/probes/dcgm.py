@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
-from everstep.machine.probes.gpu import JudgeXid
 from everstep.machine.probes.gpu_judge import Finding, GpuJudge
 from everstep.machine.probes.gpu_rules import GPU_RULES
+from everstep.machine.probes.gpu_xids import JudgeXid
 from everstep.spec.policy import ProbesPolicy
 
 PROBE = "dcgm"

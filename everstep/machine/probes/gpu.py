@@ -16,18 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.decide.kernel_rules import KernelRules
 from everstep.decide.observation import Observation
-from everstep.decide.words import Action, Confidence, Verdict
+from everstep.decide.words import Verdict
 from everstep.machine.probes.gpu_judge import PROBE, Finding, GpuJudge, observe
 from everstep.machine.probes.gpu_link import Answers, HelperLink, Xid
-from everstep.machine.probes.gpu_rules import GPU_RULES, GpuRule
+from everstep.machine.probes.gpu_rules import GPU_RULES
+from everstep.machine.probes.gpu_xids import JudgeXid
 from everstep.spec.policy import ProbesPolicy
-
-__all__ = ["GpuProbe", "JudgeXid", "by_catalogue"]
-
-JudgeXid = Callable[[int], GpuRule | None]
-"""What an Xid means by itself; None: nothing for the machine (an application's own, say)."""
 
 LIBRARY = "libnvidia-ml.so.1"
 LEFT_MAX = 3
@@ -52,6 +47,7 @@ class GpuProbe:
         expected_pids: Callable[[], Collection[int] | None] = lambda: None,
         environ: Mapping[str, str] | None = None,
         sys_root: Path = Path("/sys"),
+        proc_root: Path = Path("/proc"),
     ) -> None:
         """No process is started before the first look.
 
@@ -61,6 +57,8 @@ class GpuProbe:
             expected_pids: processes that may hold GPUs now; None: nothing is said about processes.
             environ: of the helper process; by default this process's own.
             sys_root: where sysfs is, for whether there is an NVIDIA device at all.
+            proc_root: where proc is. The driver counts pids as the host does; those that mean
+                nothing here (in a container of its own) are not judged.
         """
         self._policy = policy
         self._judge = GpuJudge(policy, expected_pids)
@@ -68,6 +66,7 @@ class GpuProbe:
         self._environ = dict(os.environ if environ is None else environ)
         self._find_first = environ is None
         self._sys_root = sys_root
+        self._proc_root = proc_root
         self._wake: Callable[[], None] = lambda: None
         self._link: HelperLink | None = None
         self._left: list[HelperLink] = []
@@ -303,7 +302,7 @@ class GpuProbe:
                 seen[label] = [observe(label, finding)]
             else:
                 who, errors = answer.get("who") or {}, answer.get("errors") or {}
-                readings[label] = {**answer.get("values", {}), **who}
+                readings[label] = self._here({**answer.get("values", {}), **who})
                 self._skipped[label] = answer.get("skipped", ())
                 name = self._names.get(label, "")
                 seen[label] = self._judge.judge(label, readings[label], errors, now_s, name)
@@ -317,6 +316,10 @@ class GpuProbe:
             self._pause_s = self._policy.gpu_interval.total_seconds()
             self._retry_at_s = now_s + self._pause_s
         return [*self._missing(link, seen), *(o for found in seen.values() for o in found)]
+
+    def _here(self, readings: dict[str, Any]) -> dict[str, Any]:
+        pids = [pid for pid in readings.get("pids", ()) if (self._proc_root / str(pid)).exists()]
+        return {**readings, "pids": pids}
 
     def _who_is_who(self, answers: Answers) -> None:
         """Give every index of this helper its label."""
@@ -367,27 +370,6 @@ class GpuProbe:
                 text = f"Xid {xid.number}: {rule.when}"
                 finding = Finding(f"xid_{xid.number}", text, {"xid": xid.number}, judged=rule)
                 self._judge.hold(self._at_index[xid.index], finding, now_s)
-
-
-def by_catalogue(rules: KernelRules) -> JudgeXid:
-    """What an Xid means by its row in the catalogue, where NVML gives only its number.
-
-    The kernel log has the rest of the line: rows that need it (which program, which severity, which
-    recovery) are left to the kernel log's own probe, or are judged with care here.
-    """
-
-    def judge(number: int) -> GpuRule | None:
-        row = rules.xids.get(number, rules.unknown_xid)
-        if row.teardown or row.several_programs or row.recovery:
-            return None
-        severity_matters = row.fatal is not None and row.nonfatal is not None
-        action = Action.STOP_TIME_CHECK if severity_matters else row.action
-        sure = number in rules.xids and not severity_matters
-        return GpuRule(
-            row.symptom, action, Confidence.HIGH if sure else Confidence.LOW, row.meaning
-        )
-
-    return judge
 
 
 def _library_found() -> bool:

@@ -30,9 +30,17 @@ _NOT_OFFERED = frozenset(
         pynvml.NVML_ERROR_NO_PERMISSION,
         pynvml.NVML_ERROR_DEPRECATED,
         pynvml.NVML_ERROR_VGPU_ECC_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_NO_DATA,
+        pynvml.NVML_ERROR_NOT_READY,
     }
 )
-_NAMES = {
+_ALWAYS_TOLD = _GONE | {
+    pynvml.NVML_ERROR_UNKNOWN,
+    pynvml.NVML_ERROR_IRQ_ISSUE,
+    pynvml.NVML_ERROR_CORRUPTED_INFOROM,
+}
+"""Errors that mean trouble even where the item has never been read."""
+_NAMES: dict[int, str] = {
     value: name.removeprefix("NVML_ERROR_").lower()
     for name, value in vars(pynvml).items()
     if name.startswith("NVML_ERROR_") and isinstance(value, int)
@@ -106,8 +114,14 @@ def pulse(call: Call, handle: Any) -> None:
             raise
 
 
-def read(call: Call, handle: Any) -> tuple[Values, list[str], dict[str, str]]:
+def read(call: Call, handle: Any, worked: set[str]) -> tuple[Values, list[str], dict[str, str]]:
     """All items of one GPU.
+
+    Args:
+        call: the way to the driver.
+        handle: the GPU.
+        worked: items that could be read before; added to. An item that never could, and fails in
+            some odd way, is one that this driver does not offer.
 
     Returns values, the items that the driver or the card does not offer, and by item the errors of
     those that failed. A device that says it is lost is not asked further.
@@ -118,8 +132,10 @@ def read(call: Call, handle: Any) -> tuple[Values, list[str], dict[str, str]]:
     for item, function in ITEMS.items():
         try:
             values.update(function(call, handle))
+            worked.add(item)
         except pynvml.NVMLError as error:
-            if error.value in _NOT_OFFERED:
+            odd = item not in worked and error.value not in _ALWAYS_TOLD
+            if error.value in _NOT_OFFERED or odd:
                 skipped.append(item)
                 continue
             errors[item] = error_name(error)

@@ -67,6 +67,7 @@ class Device(Watched):
         self.handle: Any = None
         self._helper = helper
         self._who: gpu_calls.Values | None = None
+        self._worked: set[str] = set()
         self._ill = ""
         self._wanted = 0
         self._answered = 0
@@ -122,7 +123,7 @@ class Device(Watched):
         if self.handle is None:
             answer: dict[str, Any] = {"errors": {"handle": ill}}
         else:
-            values, skipped, errors = gpu_calls.read(self.call, self.handle)
+            values, skipped, errors = gpu_calls.read(self.call, self.handle, self._worked)
             answer = {"values": values, "skipped": skipped, "errors": errors}
         with self._wish:
             late = self._answered == self._wanted

@@ -39,10 +39,13 @@ FABRIC_LOOKS_MIN = 6
 
 GONE_WORDS: Final = {
     "gpu_is_lost": "gpu_lost",
-    "not_found": "gpu_lost",
     "gpu_not_found": "gpu_lost",
     "reset_required": "gpu_reset_required",
 }
+
+
+NO_HANDLE: Final = frozenset({"unknown", "not_found", "invalid_argument"})
+"""Errors of the handle of a GPU that the driver has counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class GpuJudge:
         if gone is not None:
             finding = Finding(GONE_WORDS[gone], f"the driver says: {gone.replace('_', ' ')}")
             return [observe(label, finding)]
-        if errors.get("handle") == "unknown":
+        if errors.get("handle") in NO_HANDLE:
             return [observe(label, Finding("gpu_lost", "the driver has no handle for it any more"))]
         found = [
             finding
