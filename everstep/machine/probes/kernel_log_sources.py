@@ -7,6 +7,7 @@ what a line means (``everstep.decide.kernel``), and which source is taken (``ker
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from everstep.machine.probes.host_read import to_int
 
@@ -122,6 +123,7 @@ class KmsgSource:
         past_s: float = 0.0,
         after: int | None = None,
         steady: Callable[[], float] = time.monotonic,
+        read: Callable[[int, int], bytes] = os.read,
     ) -> None:
         """Open it.
 
@@ -130,14 +132,17 @@ class KmsgSource:
             past_s: records of the last so many seconds are read too; 0: only what comes.
             after: number of the last record that was read before; those after it are read.
             steady: seconds since boot.
+            read: as ``os.read``.
 
         Raises:
             OSError: it is not there, or this user may not read it.
         """
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._steady = steady
+        self._read = read
         self._after = after
-        self._skip_until_s = steady() - past_s if after is None else 0.0
+        # Only for the past: the kernel's stamps drift from the monotonic clock by seconds in weeks.
+        self._skip_until_s = steady() - past_s if past_s > 0 and after is None else -math.inf
         found = os.fstat(self._fd)
         if stat.S_ISCHR(found.st_mode) and found.st_rdev != _KMSG_DEVICE:
             self.close()  # containers put /dev/null or a console in its place
@@ -162,7 +167,7 @@ class KmsgSource:
         lost, overrun = 0, False
         for _ in range(LINES_PER_LOOK_MAX):
             try:
-                raw = os.read(self._fd, RECORD_BYTES_MAX)
+                raw = self._read(self._fd, RECORD_BYTES_MAX)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -360,14 +365,15 @@ class JournalSource:
 
     def read(self) -> Batch:
         """See ``Source``."""
-        lines: list[str] = []
-        raw = _drain(self._process.stdout)
-        lines += self._splitter.feed(raw)
-        if not raw and self._process.poll() is not None:
-            said = _decoded(_drain(self._process.stderr)).strip() or "it says nothing"
-            code = self._process.returncode
+        raw, ended = _drain(self._process.stdout)
+        if ended and not raw:
+            try:
+                code = self._process.wait(_TRY_MAX_S)
+            except subprocess.TimeoutExpired:
+                raise OSError(errno.EPIPE, "it has closed its output", "journalctl") from None
+            said = _decoded(_drain(self._process.stderr)[0]).strip() or "it says nothing"
             raise OSError(errno.EPIPE, f"it has ended ({code}): {said[:200]}", "journalctl")
-        return Batch([LogLine(line) for line in lines])
+        return Batch([LogLine(line) for line in self._splitter.feed(raw)])
 
     def close(self) -> None:
         """End the program."""
@@ -383,17 +389,17 @@ class JournalSource:
                 pipe.close()
 
 
-def _drain(pipe: object) -> bytes:
-    fd = pipe.fileno() if hasattr(pipe, "fileno") else -1
+def _drain(pipe: IO[bytes] | None) -> tuple[bytes, bool]:
+    """What is in a pipe now, and whether its other end is closed."""
     parts: list[bytes] = []
     room = _BYTES_PER_LOOK_MAX
-    while fd >= 0 and room > 0:
+    while pipe is not None and room > 0:
         try:
-            part = os.read(fd, _PART_BYTES)
+            part = os.read(pipe.fileno(), _PART_BYTES)
         except BlockingIOError:
-            break
+            return b"".join(parts), False
         if not part:
-            break
+            return b"".join(parts), True
         parts.append(part)
         room -= len(part)
-    return b"".join(parts)
+    return b"".join(parts), pipe is None
