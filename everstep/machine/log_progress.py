@@ -39,18 +39,10 @@ class LogProgress:
         self._step_at_ns: dict[int, int] = {}
         self._highest: int | None = None
         self._teller: int | None = None
+        self.steps_seen = 0
+        """Looks that have found a step which no rank had printed before."""
         self.changed = False
         """Set when ``facts`` were changed and should be saved."""
-
-    @property
-    def steps(self) -> bool:
-        """Whether any log has told a step."""
-        return self._teller is not None
-
-    @property
-    def step(self) -> int | None:
-        """The newest step."""
-        return self._highest
 
     @property
     def in_phase(self) -> bool:
@@ -104,6 +96,7 @@ class LogProgress:
                 stepped |= self._is_new(rank, before, reading)
             announced |= reading.phase is not None
         if stepped:
+            self.steps_seen += 1
             self._rhythm.stepped(now_ns / NS)
         if announced:
             self._rhythm.announced(now_ns / NS)

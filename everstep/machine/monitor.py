@@ -34,6 +34,9 @@ __all__ = ["NS", "Observed", "RunMonitor"]
 _UNSEEN_S = 5.0
 """A pause between two looks that is longer than this was not the ranks' doing alone: the machine
 was frozen, or the agent starved. It is not held against them."""
+_STEPS_BESIDE_LIBRARY = 10
+"""A rank that has attached usually reports its first step when it has printed it; one that has
+printed so many and reported none uses the library for checkpoints only."""
 _SAMPLES = 64
 _SAMPLES_MIN = 3
 _QUANTILE = 0.9
@@ -69,6 +72,10 @@ class RunMonitor:
         """The same, time in sections included: all there is of a job that saves at every step."""
         self.changed = False
         """Set when ``facts`` were changed and should be saved; the caller resets it."""
+        self.uses_library = False
+        """Whether any local rank has attached to the trainer library."""
+        self.library_steps = False
+        """Whether any local rank reports steps through the trainer library: logs count no more."""
         self._logs = LogProgress(policy, facts)
         self._signals = (
             JobSignals(policy.signals, facts, hang_factor=policy.hang_factor)
@@ -80,24 +87,15 @@ class RunMonitor:
         """Begin and end of the last pause in which nobody looked."""
 
     @property
-    def uses_library(self) -> bool:
-        """Whether any local rank has attached to the trainer library."""
-        return any(progress.attached for progress in self._seen.values())
-
-    @property
-    def library_steps(self) -> bool:
-        """Whether any local rank reports steps through the trainer library: logs count no more."""
-        return any(p.attached and p.steps_reported > 0 for p in self._seen.values())
-
-    @property
     def log_steps(self) -> bool:
         """Whether steps are read from logs."""
-        return self._logs.steps and not self.library_steps
+        needed = _STEPS_BESIDE_LIBRARY if self.uses_library else 1
+        return not self.library_steps and self._logs.steps_seen >= needed
 
     def progress(self, rank: int) -> Progress | None:
         """The rank's last known progress, as it reported it or as its log shows it."""
         seen = self._seen.get(rank)
-        if self.library_steps:
+        if not self.log_steps:
             return seen
         shown = self._logs.progress(rank)
         if seen is None or shown is None:
@@ -205,6 +203,8 @@ class RunMonitor:
         if reading.finished:
             self._finished_ns.setdefault(rank, now_ns)
         self._seen[rank] = reading
+        self.uses_library |= reading.attached
+        self.library_steps |= reading.attached and reading.steps_reported > 0
 
     def _learn(self, before: Progress, after: Progress) -> None:
         steps = after.steps_reported - before.steps_reported

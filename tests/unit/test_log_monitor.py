@@ -274,6 +274,23 @@ def test_a_script_that_uses_the_library_only_to_save_is_not_late() -> None:
     assert {fact.rank for fact in script.of(EventKind.RANK_STALLED)} == {0, 1}
 
 
+def test_a_line_before_the_librarys_first_report_is_no_first_step() -> None:
+    """Scripts print a step, then report it; the first step is one of all ranks."""
+    script = Script(ranks=2)
+    script.library = {0: EMPTY, 1: EMPTY}
+    script.prints(loss=2.0)
+    script.look()
+    assert script.found == []
+    at_ns = int(script.now_s * NS)
+    script.library[0] = dataclasses.replace(EMPTY, step=1, steps_reported=1, step_at_ns=at_ns)
+    script.wait(5)
+    assert script.found == []
+    script.library[1] = script.library[0]
+    script.wait(5)
+    (fact,) = script.found
+    assert fact.data == {"step": 1, "source": "library"}
+
+
 def test_nan_in_a_log_is_told_once() -> None:
     script = Script()
     script.train(lines=3, every_s=5)
