@@ -11,6 +11,7 @@ Not here: reading the log (``everstep.machine.probes``) and taking lines apart (
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
 
 FINDINGS_MAX = 4_096
 TEARDOWNS_MAX = 16
+BOOT_MESSAGE = "Linux version "
 
 __all__ = ["EvidenceLine", "KernelJudge", "KernelVerdict", "judge"]
 
@@ -84,6 +86,8 @@ class KernelJudge:
         self._time = LineTime()
         self._at_s: float | None = None
         self._lines = 0
+        self._booted_s: float | None = None
+        """When the kernel's first message came, if it did."""
         self._findings: dict[tuple[str, str], Finding] = {}
         self._watched: set[tuple[str, str]] = set()
         """Findings that time alone may change."""
@@ -107,6 +111,8 @@ class KernelJudge:
         self._at_s = at_s
         now_s = self._time.at(parsed)
         out = self._decide_due(now_s)
+        if parsed.from_kernel and parsed.message.startswith(BOOT_MESSAGE):
+            self._booted_s = now_s
         hit = self._matcher.match(parsed.message) if parsed.from_kernel else None
         if hit is not None:
             out += self._take(hit, parsed, now_s, at_s)
@@ -168,11 +174,12 @@ class KernelJudge:
         if rule.teardown and any(a <= at_s <= b for a, b in self._teardowns):
             return []
         if isinstance(rule, LineRule):
-            early = line.clock is Clock.BOOT and line.at_s is not None
-            if early and (line.at_s or 0.0) < rule.boot_grace_s:
+            if self._uptime_s(line, now_s) < rule.boot_grace_s:
                 return []
             if rule.clears:
                 return self._clear(hit, set(rule.clears))
+            if rule.follows and not self._seen_since(rule.follows, now_s - rule.explained_within_s):
+                return []
         if hit.recovery is not None and hit.recovery.clears:
             self._programs.forget(hit.gpu)
             return self._clear(hit, None)
@@ -245,6 +252,20 @@ class KernelJudge:
         return action
 
     # --- What other lines change
+
+    def _uptime_s(self, line: KernelLine, now_s: float) -> float:
+        """How long the machine had been up, as far as the log says; else for ever."""
+        if line.clock is Clock.BOOT and line.at_s is not None:
+            return line.at_s
+        if self._booted_s is not None and self._time.timed:
+            return now_s - self._booted_s
+        return math.inf
+
+    def _seen_since(self, names: tuple[str, ...], since_s: float) -> bool:
+        return any(
+            finding.hit.name in names and finding.last_s >= since_s
+            for finding in self._findings.values()
+        )
 
     def _explained(self, finding: Finding, times: Iterable[float]) -> bool:
         """Whether something else that was found makes it a consequence, each time it came."""

@@ -115,9 +115,12 @@ class Matcher:
             return joined
         for rule in self._rules.lines:
             if rule.begins is not None:
-                begun = rule.begins.match(message)
-                if begun is not None:
-                    self._begin(rule, message)
+                if rule.begins.match(message) is None:
+                    continue
+                found = rule.pattern.match(message)
+                if found is not None:
+                    return self._line(rule, found)
+                self._begin(rule, message)
                 continue
             found = rule.pattern.match(message)
             if found is not None:

@@ -128,6 +128,8 @@ class LineRule:
     """Rules that are over for the same target when this line comes."""
     explained_by: tuple[str, ...] = ()
     explained_within_s: float = 30.0
+    follows: tuple[str, ...] = ()
+    """It counts only shortly after one of these rows: a stack says something about what hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ _ISO = re.compile(
     r"(?:\.(\d{1,9})|(?P<comma>,\d{1,9}))?\s*(?P<zone>Z|UTC|[+-]\d{2}:?\d{2})?[\s:]+"
 )
 _UNIX = re.compile(r"(\d{9,10}\.\d{1,9})\s+")
-_KERNEL_TAG = re.compile(r"(?:[\w.-]+ )?kernel(?:\[\d+\])?: ?")
+_KERNEL_TAG = re.compile(r"(?:[\w./-]+ )?kernel(?:\[\d+\])?: ?")
 _PROGRAM_TAG = re.compile(r"(?P<host>[\w.-]+) [A-Za-z][\w./@-]*(?:\[\d+\])?: |[\w./@-]+\[\d+\]: ")
 _FIRST_WORDS = frozenset(
     (
@@ -107,7 +107,8 @@ def parse(line: str) -> KernelLine:
     text = _ANSI.sub("", line[:LINE_CHARS_MAX]).rstrip("\r\n\0 ")
     record = _KMSG.match(text)
     if record is not None:
-        message = _ESCAPE.sub(lambda m: chr(int(m[1], 16)), record[4]).split("\n", 1)[0]
+        # A record of several lines is one message: nothing may pose as the start of another.
+        message = " ".join(_ESCAPE.sub(lambda m: chr(int(m[1], 16)), record[4]).split())
         at_s = int(record[3][:18]) / 1e6
         return KernelLine(message, at_s, Clock.BOOT, int(record[1]) >> 3 == 0)
     if _KMSG_PART.match(text):
@@ -134,7 +135,7 @@ def _printed(text: str) -> KernelLine:
     if boot is None:
         boot, text = _boot_time(text)
     caller = _CALLER.match(text)
-    text = text[caller.end() :] if caller is not None else text
+    text = (text[caller.end() :] if caller is not None else text).lstrip()
     # The kernel's own clock is finer than what syslog writes beside it, and never set back.
     if boot is not None:
         return KernelLine(text, boot, Clock.BOOT, from_kernel=True)

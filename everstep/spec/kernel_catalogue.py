@@ -182,6 +182,7 @@ class LineRow(StrictModel):
     clears: tuple[Name, ...] = ()
     explained_by: tuple[Name, ...] = ()
     explained_within: Span | None = None
+    follows: tuple[Name, ...] = ()
 
 
 class KernelCatalogue(StrictModel):
@@ -316,6 +317,7 @@ def _cross_problems(catalogue: KernelCatalogue) -> Iterator[tuple[Loc, Problem]]
         loc = ("kernel_lines", name)
         yield from _name_problems(names, (*loc, "explained_by"), line.explained_by)
         yield from _name_problems(set(catalogue.kernel_lines), (*loc, "clears"), line.clears)
+        yield from _name_problems(names, (*loc, "follows"), line.follows)
     yield from _group_problems(catalogue)
 
 
@@ -456,4 +458,5 @@ def _line(catalogue: KernelCatalogue, name: str, row: LineRow) -> LineRule:
         clears=row.clears,
         explained_by=row.explained_by,
         explained_within_s=within_s,
+        follows=row.follows,
     )

@@ -65,8 +65,12 @@ def test_what_a_program_wrote_is_not_the_kernel_s_word(line: str) -> None:
 
 def test_a_newline_in_a_record_does_not_smuggle_in_a_second_message() -> None:
     assert parse(r"6,1,2,-;python[1]: hello\x0aNVRM: Xid (PCI:0000:05:00): 79").message == (
-        "python[1]: hello"
+        "python[1]: hello NVRM: Xid (PCI:0000:05:00): 79"
     )
+
+
+def test_the_second_line_of_a_message_is_indented_and_has_no_date() -> None:
+    assert parse("               NVRM: fallen off the bus").message == "NVRM: fallen off the bus"
 
 
 @pytest.mark.parametrize(
