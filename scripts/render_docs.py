@@ -24,10 +24,11 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from everstep.decide import attribution, catalogue, faults, ladder, words
+from everstep.machine.probes import gpu_rules
 from everstep.spec import job, policy, torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("ladder.md", "words.md", "policy.md", "job-spec.md")
+DOCS = ("ladder.md", "words.md", "policy.md", "job-spec.md", "gpu-probe.md")
 
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -167,6 +168,14 @@ def _torchrun() -> str:
     return table(["option", "is", "because / becomes"], rows)
 
 
+def _gpu_rules() -> str:
+    rows = (
+        [f"`{name}`", r.when, f"`{r.symptom}`", f"`{r.action}`", r.confidence]
+        for name, r in gpu_rules.GPU_RULES.items()
+    )
+    return table(["rule", "when", "symptom", "action", "confidence"], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "rules": _rules,
     "faults": _faults,
@@ -175,6 +184,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "actions": _actions,
     "rungs": _rungs,
     "policy": _policy,
+    "gpu-rules": _gpu_rules,
     "job": _model(job.JobSpec, member_docs(job, "JobSpec")),
     "layout": _model(job.Layout, member_docs(job, "Layout")),
     "checkpoint": _model(job.CheckpointSpec, member_docs(job, "CheckpointSpec")),
