@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.decide.attribution import MachineReport
+from everstep.decide.stack_report import StackReport
 from everstep.machine.client import AgentClient
+from everstep.machine.stacks import CaptureLimits
 from everstep.secrets import Secrets
 from everstep.spec.agent_api import AgentRunPolicy, RunPlan, RunState, RunSummary
 
@@ -129,6 +131,12 @@ class FakeRuns:
 
     def log_path(self, job_id: str, generation: int, rank: int) -> Path | None:
         del job_id, generation, rank
+        return None
+
+    async def stacks(
+        self, job_id: str, generation: int, limits: CaptureLimits
+    ) -> StackReport | None:
+        del job_id, generation, limits
         return None
 
 

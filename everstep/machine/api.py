@@ -33,6 +33,7 @@ from prometheus_client import (
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from everstep.decide.stack_report import StackReport
 from everstep.machine.commands import CommandDesk, Machine
 from everstep.machine.guard import (
     STATUS,
@@ -47,6 +48,7 @@ from everstep.machine.health import Health as MachineHealth
 from everstep.machine.health import NoProbes
 from everstep.machine.plans import RANKS_MAX
 from everstep.machine.ring import EventRing, parse_cursor
+from everstep.machine.stacks import CaptureLimits
 from everstep.machine.stream import Streams
 from everstep.spec.agent_api import (
     API_VERSION,
@@ -59,6 +61,7 @@ from everstep.spec.agent_api import (
     MaterialisedCode,
     PreparedRun,
     PrepareRun,
+    RunStacks,
     RunState,
     RunSummary,
     Shutdown,
@@ -91,6 +94,11 @@ class RunViews(Protocol):
 
     def log_path(self, job_id: str, generation: int, rank: int) -> FilePath | None:
         """Where a rank's output is."""
+
+    async def stacks(
+        self, job_id: str, generation: int, limits: CaptureLimits
+    ) -> StackReport | None:
+        """What the processes of a run are doing."""
 
 
 @cache
@@ -155,6 +163,7 @@ def create_app(parts: AgentParts) -> ASGIApp:
         responses={"default": {"model": ErrorBody, "description": "Refused: one line"}},
     )
     _add_views(app, parts, metrics)
+    _add_stacks(app, parts.runs)
     _add_commands(app, parts.desk, metrics)
     _add_refusals(app, metrics)
     _describe_tokens(app, parts.doors)
@@ -232,6 +241,20 @@ def _add_views(app: FastAPI, parts: AgentParts, metrics: Metrics) -> None:
     )
     async def show_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_stacks(app: FastAPI, runs: RunViews) -> None:
+    @app.get("/v1/runs/{job_id}/{generation}/stacks")
+    async def show_stacks(
+        job_id: JobId,
+        generation: GenerationNumber,
+        looks: Annotated[int, Query(ge=1, le=2)] = 2,
+        lines: Annotated[bool, Query()] = True,
+    ) -> RunStacks:
+        report = await runs.stacks(job_id, generation, CaptureLimits(looks=looks, lines=lines))
+        if report is None:
+            raise Refusal(ErrorCode.NOT_FOUND, "there is no such run on this machine")
+        return RunStacks(report=report)
 
 
 def _add_commands(app: FastAPI, desk: CommandDesk, metrics: Metrics) -> None:

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Self, TypeVar
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
+from everstep.decide.stack_report import StackReport
 from everstep.machine.conversation import (
     AgentRefused,
     AgentUnreachable,
@@ -47,6 +48,7 @@ from everstep.spec.agent_api import (
     PreparedRun,
     PrepareRun,
     RunPlan,
+    RunStacks,
     RunState,
     Shutdown,
     ShutdownDone,
@@ -151,6 +153,17 @@ class AgentClient:
         """The present state of a run; refused with ``not_found`` when the machine has none."""
         answer = await self._request("GET", f"/v1/runs/{job_id}/{generation}")
         return self._talk.parsed(RunState, answer.content)
+
+    async def stacks(
+        self, job_id: str, generation: int, *, looks: int = 2, lines: bool = True
+    ) -> StackReport:
+        """What all processes of a run are doing now; takes a few seconds at most."""
+        answer = await self._request(
+            "GET",
+            f"/v1/runs/{job_id}/{generation}/stacks",
+            params={"looks": looks, "lines": lines},
+        )
+        return self._talk.parsed(RunStacks, answer.content).report
 
     async def log_tail(
         self, job_id: str, generation: int, rank: int, tail_bytes: int = LOG_TAIL_BYTES

@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 
 from everstep.decide.attribution import MachineReport
+from everstep.decide.stack_report import StackReport
 from everstep.machine import proc
 from everstep.machine.folder import RunFolder, RunRecord, run_folders
 from everstep.machine.guard import Refusal
@@ -29,6 +30,8 @@ from everstep.machine.ports import Ports
 from everstep.machine.report import machine_report, run_state, run_summary
 from everstep.machine.reporter import Emit
 from everstep.machine.run import Run
+from everstep.machine.stacks import CaptureLimits
+from everstep.machine.stacks.of_run import capture_run
 from everstep.spec.agent_api import ErrorCode, EventKind, RunPlan, RunState, RunSummary
 from everstep.spec.base import NAME_PATTERN
 
@@ -58,6 +61,7 @@ class RunManager:
         self._emit = emit
         self._runs_dir = state_dir.absolute() / "runs"
         self._runs: dict[tuple[str, int], Run] = {}
+        self._capturing = asyncio.Lock()
         self._stopped: dict[str, int] = {}
         """Job to the highest generation that was stopped here."""
         self._locks: dict[str, asyncio.Lock] = {}
@@ -307,6 +311,16 @@ class RunManager:
         """The present state of a run."""
         run = self._runs.get((job_id, generation))
         return run_state(run, self._health) if run is not None else None
+
+    async def stacks(
+        self, job_id: str, generation: int, limits: CaptureLimits
+    ) -> StackReport | None:
+        """What the processes of a run are doing; one look at a time, whoever asks."""
+        run = self._runs.get((job_id, generation))
+        if run is None:
+            return None
+        async with self._capturing:
+            return await capture_run(run, limits)
 
     def summaries(self) -> tuple[RunSummary, ...]:
         """The runs that have not ended."""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from everstep.decide.reports import MachineReport, Seen
+from everstep.decide.stack_report import StackReport
 from everstep.spec.base import JobName, MachineId, Message, StrictModel
 from everstep.spec.policy import ProbesPolicy
 
@@ -316,6 +317,12 @@ class RunState(Message):
     first_step_seen: bool
     report: MachineReport
     pids: dict[int, int] = Field(default_factory=dict)
+
+
+class RunStacks(Message):
+    """``GET /v1/runs/{job_id}/{generation}/stacks``: what all processes of a run are doing now."""
+
+    report: StackReport
 
 
 class Registration(Message):

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from everstep.decide.stack_report import ProcessRole, ranks_of
 from everstep.machine.client import (
     AgentClient,
     AgentPool,
@@ -93,6 +94,13 @@ async def test_a_run_from_start_to_stop(agent: AgentProcess) -> None:
         assert await client.start_run(**VALID, command_id="c2", run=plan) == started
         state = await client.run_state("job", 1)
         assert (state.run_id, state.ended, state.pids) == ("job-r1", False, started.pids)
+
+        stacks = await client.stacks("job", 1, looks=1)
+        ranks = [group.spans for group in stacks.groups if group.role is ProcessRole.RANK]
+        assert {rank for spans in ranks for rank in ranks_of(spans)} == {0, 1}
+        with pytest.raises(AgentRefused) as caught:
+            await client.stacks("job", 2)
+        assert caught.value.code is ErrorCode.NOT_FOUND
 
         log = agent.state / "runs" / "job" / "1" / "rank-1.log"
         wait_for(lambda: b"err" in log.read_bytes(), "the rank to write")

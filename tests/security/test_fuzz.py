@@ -46,6 +46,7 @@ OPERATIONS = {
     ENDLESS: "controller",
     "GET /v1/runs/{job_id}/{generation}": "controller",
     "GET /v1/runs/{job_id}/{generation}/ranks/{rank}/log": "controller",
+    "GET /v1/runs/{job_id}/{generation}/stacks": "controller",
     "GET /metrics": "metrics",
     "POST /v1/commands/prepare_run": "controller",
     "POST /v1/commands/start_run": "controller",

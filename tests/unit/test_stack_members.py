@@ -89,6 +89,13 @@ def test_orphans_belong_to_the_rank_of_their_session_or_environment() -> None:
     assert tree.roles({10: 0}) == {10: (RANK, 0), 30: (OTHER, 0), 31: (OTHER, 0), 32: (OTHER, None)}
 
 
+def test_a_rank_without_python_is_what_was_started() -> None:
+    tree = Tree()
+    tree.add(10, line="sh -c train")
+    tree.add(11, 10, session=10, line="train-in-rust")
+    assert tree.roles({10: 0}) == {10: (RANK, 0), 11: (OTHER, 0)}
+
+
 def test_parents_that_go_in_circles_end() -> None:
     """Pids that are reused while we read can look like this."""
     tree = Tree()

@@ -146,7 +146,10 @@ def _trainers(
     looks: Mapping[int, Looks],
     owners: Mapping[int, int | None],
 ) -> set[int]:
-    """One pid for each rank: reported, else the outermost that is Python and no launcher."""
+    """One pid for each rank: reported, else the outermost that is Python and no launcher.
+
+    A rank without any Python process is what the shim has started.
+    """
     chosen: dict[int, tuple[bool, int, int]] = {}
     for pid in processes:
         owner = owners[pid]
@@ -159,4 +162,5 @@ def _trainers(
         key = (pid not in reported, depth, pid)
         if owner not in chosen or key < chosen[owner]:
             chosen[owner] = key
-    return {pid for _, _, pid in chosen.values()}
+    bare = {pid for pid, rank in leaders.items() if pid in processes and rank not in chosen}
+    return bare | {pid for _, _, pid in chosen.values()}
