@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXIT_FAULTY = 1
 PAST_S = 24 * 3600.0
 """How far back the kernel's log is read."""
+LINE_CHARS_MAX = 160
 
 PathOption = Annotated[
     list[Path] | None,
@@ -121,6 +122,25 @@ def grade(one: Observation) -> str:
     return "warning" if one.action is Action.WARN_ONLY else one.verdict.value
 
 
+def _seen(row: dict[str, Any]) -> str:
+    """The reason, with the line that says it and how old that is."""
+    text: str = row["reason"]
+    values = row["values"]
+    if row["verdict"] == "faulty" and isinstance(values.get("line"), str):
+        text += f': "{values["line"][:LINE_CHARS_MAX]}"'
+    age_s = values.get("age_s")
+    if isinstance(age_s, int | float):
+        text += f", {_ago(age_s)} ago"
+    return text
+
+
+def _ago(age_s: float) -> str:
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
 _STYLES = {"faulty": "bold red", "warning": "yellow", "unknown": "cyan", "healthy": "green"}
 
 
@@ -134,7 +154,7 @@ def _page(looks: Sequence[Look], data: dict[str, Any]) -> RenderableType:
         table.add_column(heading, overflow="fold")
     for row in data["observations"]:
         shown = Text(row["grade"], style=_STYLES[row["grade"]])
-        cells = (row["probe"], row["target"] or "machine", row["reason"], row["what_to_do"])
+        cells = (row["probe"], row["target"] or "machine", _seen(row), row["what_to_do"])
         probe, target, reason, todo = (Text(cell) for cell in cells)
         table.add_row(probe, target, shown, reason, todo)
     for row in data["not_here"]:

@@ -75,6 +75,8 @@ def test_a_fault_in_the_kernel_log_makes_it_end_with_1(shell: Shell) -> None:
     found = [row for row in data["observations"] if row["grade"] == "faulty"]
     xid = [row for row in found if row["rule"] == "xid_79"]
     assert [row["action"] for row in xid] == ["evict_machine"]
+    page = shell.run("doctor", "--kernel-log", str(log))
+    assert "GPU has fallen off the bus" in page.out.replace("\n", " ")
 
 
 def test_a_path_that_is_not_there_is_unknown(shell: Shell) -> None:
