@@ -82,7 +82,11 @@ _SPEEDS = (
     ("tps", re.compile(rf"\b(?:tps|tokens/s(?:ec)?)\b[\s:=]{{1,10}}({_NUMBER})", _FLAGS)),
 )
 _SECONDS = re.compile(rf"\biter(?:ation)? time \(s\):\s*({_NUMBER})", _FLAGS)
-_HELD_OUT = re.compile(r"\b(?:val(?:id(?:ation)?)?|validate|eval(?:uation)?|test)\b", _FLAGS)
+_HELD_OUT = re.compile(
+    r"\b(?:val(?:id(?:ation)?)?|validate|eval(?:uation)?|test|best|lowest|min(?:imum)?|target)\b",
+    _FLAGS,
+)
+"""Another loss than that of the step; the best one so far begins with infinity."""
 _EVALUATES = re.compile(
     r"\b(?:running (?:evaluation|validation|prediction)|evaluat(?:ing|e) (?:on|iter|model)"
     r"|starting (?:evaluation|validation)|validation loss at iteration"
@@ -180,6 +184,7 @@ class LineParser:
         """The form that has told a loss: others that the same job prints are left out then."""
         self._bar: tuple[int, int] | None = None
         self._trainer_total: int | None = None
+        self._finite_bar = False
         self._counted: tuple[int, int] = (0, 0)
         """Steps of the bars before this one, and where this one is."""
 
@@ -299,6 +304,9 @@ class LineParser:
     ) -> LogStep | None:
         if count == 0 or step >= STEP_MAX:
             return None
+        # A bar shows "nan" where it has no loss to show (manual optimisation, first batches).
+        self._finite_bar |= loss is not None and math.isfinite(loss)
+        loss = loss if self._finite_bar else None
         norm = _found(_POSTFIX_NORM, postfix)
         return self._take(form, LogStep(step=step, loss=loss, grad_norm=norm))
 

@@ -207,7 +207,7 @@ class LogFollower:
 
     def _parsed(self, lines: list[tuple[int, bytes]]) -> list[tuple[int, LogStep | LogPhase]]:
         found: list[tuple[int, LogStep | LogPhase]] = []
-        if self._useless:
+        if self._useless or not lines:
             return found
         limit = _cpu_limit(PATTERN_CPU_MAX_S) if self._own else contextlib.nullcontext()
         try:

@@ -167,6 +167,7 @@ def test_a_line_of_a_framework(line: str, told: dict[str, Any]) -> None:
         "Loading checkpoint shards: 100%|██████████| 2/2 [00:02<00:00,  1.1s/it]",
         "step 250: train loss 1.9, val loss 2.1",
         "test step 3 loss 0.5",
+        "step 0 | best loss: inf",
         "warmup_steps: 100, loss_fn: cross_entropy",
         "total steps 500 and a loss of appetite",
         "step 5% loss 3",
@@ -246,6 +247,16 @@ def test_a_bar_that_starts_again_counts_on() -> None:
     assert [found.step for found in parsed(*bars) if isinstance(found, LogStep)] == [1, 4, 5, 6]
     plain = [f"Epoch {e}, step {n}/3, loss: 0.5" for e in (1, 2) for n in (1, 2, 3)]
     assert [f.step for f in parsed(*plain) if isinstance(f, LogStep)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_bar_that_has_no_loss_to_show_is_not_nan() -> None:
+    bar = "Epoch 0:  10%|# | {}/100 [00:01<00:08, 11.36it/s, loss={}, v_num=0]"
+    found = parsed(bar.format(1, "nan"), bar.format(2, "2.5"), bar.format(3, "nan"))
+    assert [step.loss for step in found if isinstance(step, LogStep)][:2] == [None, 2.5]
+    last = found[2]
+    assert isinstance(last, LogStep)
+    assert last.loss is not None
+    assert math.isnan(last.loss), "after a loss it is one"
 
 
 def test_skipped_and_nan_iterations_of_megatron() -> None:
