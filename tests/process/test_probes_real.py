@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,31 @@ def test_a_helper_that_dies_is_replaced(tmp_path: Path) -> None:
             assert "helper process" in seen.reason
     finally:
         probe.close()
+
+
+OWNER = """
+import sys
+from everstep.machine.probes.host_disk import DiskHelper
+helper = DiskHelper()
+helper.ask(["/"], None, 30)
+print(helper._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_helper_ends_when_its_owner_is_killed() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert owner.stdout is not None
+        helper = os.pidfd_open(int(owner.stdout.readline()))
+    finally:
+        owner.kill()
+        owner.communicate()
+    ended, _, _ = select.select([helper], [], [], 30)
+    os.close(helper)
+    assert ended
 
 
 # --- OOM

@@ -176,6 +176,34 @@ def test_the_number_of_the_last_record_is_where_the_next_life_goes_on(
     source.close()
 
 
+def test_the_next_life_of_an_agent_judges_what_came_in_between(
+    tmp_path: Path, kmsg: Kmsg, rules: KernelRules
+) -> None:
+    file = tmp_path / "position"
+
+    def life(boot_id: str) -> list[tuple[str, Action | None]]:
+        write(tmp_path, "proc/sys/kernel/random/boot_id", boot_id)
+        settings = KernelLogSettings(source="kmsg", hold_s=HOLD_S, remembered=file)
+        probe = KernelLogProbe(
+            settings, KernelJudge(rules), proc=tmp_path / "proc", dev=tmp_path / "dev"
+        )
+        found = faults(probe.look(0))
+        probe.close()
+        return found
+
+    kmsg.say(LOST)
+    assert life("a") == [("xid_79", Action.EVICT_MACHINE)]
+    kmsg.number -= 1  # the real device shows old records again, a pipe has lost them
+    kmsg.say(LOST)
+    assert life("a") == []
+    kmsg.say(LOST)
+    assert life("a") == [("xid_79", Action.EVICT_MACHINE)]
+    kmsg.number = 0  # another boot counts anew
+    kmsg.say(LOST)
+    assert life("b") == [("xid_79", Action.EVICT_MACHINE)]
+    assert [path.name for path in tmp_path.glob("position*")] == ["position"]
+
+
 def test_what_a_daemon_writes_is_not_the_kernels_word(tmp_path: Path, kmsg: Kmsg) -> None:
     kmsg.say("of systemd", level=3 << 3 | 6)
     kmsg.say("of root", level=1 << 3 | 6)

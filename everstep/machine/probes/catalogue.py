@@ -71,8 +71,6 @@ class Surroundings:
     """What kernel lines mean; None: the catalogue of the installation."""
     kernel_log_past_s: float = 0.0
     """Kernel lines of the last so many seconds are judged too."""
-    kernel_log_after: int | None = None
-    """Number of the last kernel record that was judged in this boot; None: none was."""
 
 
 def probes_of_machine(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
@@ -110,7 +108,7 @@ def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
     Raises:
         SpecError: the kernel catalogue is not accepted.
     """
-    proc, sys = around.proc, around.sys
+    proc, sys, own = around.proc, around.sys, around.own_folder
     rules = around.kernel_rules or load_kernel_catalogue()
     return [
         KernelLogProbe(
@@ -118,7 +116,7 @@ def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
                 source=policy.kernel_log,
                 hold_s=policy.kernel_event_hold.total_seconds(),
                 past_s=around.kernel_log_past_s,
-                after=around.kernel_log_after,
+                remembered=own / "kernel_log_position" if own is not None else None,
             ),
             KernelJudge(rules),
             proc=proc,

@@ -30,6 +30,8 @@ from everstep.machine.probes.host_read import (
 # Bits of /proc/sys/kernel/tainted (admin-guide/tainted-kernels): what an operator has to know.
 _TAINTS = {4: "a machine check", 5: "a bad memory page", 7: "an oops", 14: "a soft lockup"}
 _OOPS = 7
+REBOOT_IS_NEWS_S = 3600.0
+"""Later it explains no failure any more."""
 _BOOT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -83,7 +85,7 @@ class KernelStateProbe:
         if records:
             reason = f"{len(records)} records of a panic in pstore ({records[-1][:40]})"
             seen.append(self._bad("panic_record", Action.WARN_ONLY, reason, values))
-        if self._rebooted:
+        if self._rebooted and up < REBOOT_IS_NEWS_S:
             reason = f"it was booted anew {up:.0f} s ago, since the agent's last life"
             seen.append(self._bad("rebooted", Action.WARN_ONLY, reason, values))
         return seen or [healthy(self.name, f"up for {up / 3600:.1f} h", values=values)]

@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from everstep.decide.observation import Observation, Value
 from everstep.decide.words import Verdict
-from everstep.machine.probes.host_read import healthy, read_int, unknown
+from everstep.machine.probes.host_read import healthy, read_int, read_word, to_int, unknown
 from everstep.machine.probes.kernel_log_sources import (
     FileSource,
     JournalSource,
@@ -59,8 +60,9 @@ class KernelLogSettings:
     """How long a finding stands without a new line about it."""
     past_s: float = 0.0
     """Lines of the last so many seconds are judged too; 0: only what comes from now on."""
-    after: int | None = None
-    """Number of the last record of /dev/kmsg that an earlier probe of this boot has judged."""
+    remembered: Path | None = None
+    """A file of ours with the number of the last record of /dev/kmsg that was judged, so that
+    nothing is lost between two lives of an agent; None: nothing is remembered."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ class KernelLogProbe:
         self._files = files
         self._steady = steady
         self._source: Source | None = None
-        self._after = settings.after
+        self._after: int | None = None
+        self._kept: int | None = None
         self._opened_before = False
         self._why_not = ""
         self._tried_s: float | None = None
@@ -144,6 +147,7 @@ class KernelLogProbe:
             self._note(one, now_s, None)
         if isinstance(source, KmsgSource):
             self._after = source.position
+            self._remember()
         self._lines += len(batch.lines)
         self._lost += batch.lost
         self._notes = tuple(batch.notes)
@@ -236,6 +240,8 @@ class KernelLogProbe:
 
     def _kmsg(self, past_s: float) -> Source:
         path = self._dev / "kmsg"
+        if self._after is None:
+            self._after = self._kept = self._recall()
         try:
             return KmsgSource(path, past_s=past_s, after=self._after, steady=self._steady)
         except PermissionError as error:
@@ -243,6 +249,28 @@ class KernelLogProbe:
                 text = "not allowed (kernel.dmesg_restrict is 1)"
                 raise PermissionError(errno.EPERM, text, str(path)) from error
             raise
+
+    # --- over two lives
+
+    def _boot_id(self) -> str:
+        return read_word(self._proc / "sys" / "kernel" / "random" / "boot_id") or ""
+
+    def _recall(self) -> int | None:
+        """The number of the last record that was judged in this boot."""
+        if self._settings.remembered is None:
+            return None
+        boot_id, _, number = (read_word(self._settings.remembered) or "").partition(" ")
+        return to_int(number) if boot_id and boot_id == self._boot_id() else None
+
+    def _remember(self) -> None:
+        file = self._settings.remembered
+        if file is None or self._after is None or self._after == self._kept:
+            return
+        self._kept = self._after
+        with suppress(OSError):  # a full disk: lines may be judged twice then
+            fresh = file.with_name(f"{file.name}.new")
+            fresh.write_text(f"{self._boot_id()} {self._after}\n", encoding="utf-8")
+            fresh.replace(file)
 
     def _let_go(self) -> None:
         source, self._source = self._source, None
