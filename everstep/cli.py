@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from everstep import _bootstrap
-from everstep.commands import doctor, fleet, incidents, jobs, policy, processes
+from everstep.commands import diagnose, doctor, fleet, incidents, jobs, policy, processes
 from everstep.errors import EverstepError
 
 EXIT_REFUSED = 1
@@ -46,6 +46,7 @@ jobs.add_to(app)
 incidents.add_to(app)
 fleet.add_to(app)
 policy.add_to(app)
+diagnose.add_to(app)
 doctor.add_to(app)
 
 

@@ -1,10 +1,9 @@
 """Job specs and policies from files: found, read within bounds, merged, and blamed by line.
 
-A configuration file is looked up in this order: the flag, the directory in ``EVERSTEP_CONFIG``, the
-``config/`` of Everstep's own checkout (never of the working directory), ``/etc/everstep``, the
-packaged default. A policy file may be partial: it is laid over the packaged default key by key.
+A policy file may be partial: it is laid over the packaged default key by key.
 
-Not here: the shape of what is loaded (``job``, ``policy``) and the text of errors (``errors``).
+Not here: where files are looked up (``places``), the shape of what is loaded (``job``, ``policy``)
+and the text of errors (``errors``).
 """
 
 from __future__ import annotations
@@ -18,17 +17,20 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from everstep.spec.errors import Locate, Problem, SpecError, problems_of, quote, show
+from everstep.spec.errors import Locate, Problem, SpecError, problems_of, show
 from everstep.spec.job import JobSpec
 from everstep.spec.overlay import merge, overlay_locs, policy_hash, snapshot, with_overrides
+from everstep.spec.places import (
+    CONFIG_ENV,
+    SYSTEM_CONFIG,
+    checkout_config,
+    find_config,
+    packaged_config,
+)
 from everstep.spec.policy import Policy, PolicySnapshot
 from everstep.spec.yaml_text import TEXT_BYTES_MAX, locator, plain_data
 
-CONFIG_ENV = "EVERSTEP_CONFIG"
-SYSTEM_CONFIG = Path("/etc/everstep")
 POLICY_FILE = "policy.yaml"
-
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +44,6 @@ class LoadedPolicy:
     """The file as the operator wrote it, comments and all."""
     source: str
     """Where it came from, for people: a path, and ``(default)`` for the installation's own."""
-
-
-def checkout_config() -> Path | None:
-    """``config/`` of the checkout this package runs from; None when it was installed."""
-    root = _PACKAGE.parent
-    ours = (root / "pyproject.toml").is_file() and (root / "workflows").is_dir()
-    return root / "config" if ours else None
-
-
-def packaged_config() -> Path:
-    """The directory of the defaults: inside of the wheel, or the checkout's own."""
-    inside = _PACKAGE / "_app" / "config"
-    return inside if inside.is_dir() else (checkout_config() or inside)
-
-
-def find_config(
-    name: str, *, flag: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> Path:
-    """The configuration file ``name``, by the order of lookup.
-
-    Raises:
-        SpecError: ``EVERSTEP_CONFIG`` names no directory.
-    """
-    if flag is not None:
-        return flag
-    places = [checkout_config(), SYSTEM_CONFIG, packaged_config()]
-    chosen = environ.get(CONFIG_ENV)
-    if chosen:
-        if not Path(chosen).is_dir():
-            accepted = f"the directory that holds {name} is needed"
-            raise SpecError([Problem(CONFIG_ENV, quote(chosen), accepted)])
-        places.insert(0, Path(chosen))
-    for place in places:
-        if place is not None and (place / name).is_file():
-            return place / name
-    return packaged_config() / name
 
 
 def load_job_spec(path: Path) -> JobSpec:
@@ -226,13 +192,17 @@ def _refuse(source: str, got: str, accepted: str, *, line: int | None = None) ->
 
 
 __all__ = [
+    "CONFIG_ENV",
+    "SYSTEM_CONFIG",
     "LoadedPolicy",
     "Locate",
     "SpecError",
+    "checkout_config",
     "find_config",
     "job_spec_from_text",
     "load_job_spec",
     "load_policy",
+    "packaged_config",
     "policy_from_text",
     "read_text",
     "snapshot_for_job",

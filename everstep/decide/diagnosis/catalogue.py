@@ -8,11 +8,14 @@ Not here: reading the catalogue's files (``everstep.spec.log_catalogue``).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
-from everstep.decide.diagnosis.literals import required_literals
+from everstep.decide.diagnosis.literals import LITERAL_CHARS_MIN, required_literals
 from everstep.decide.diagnosis.types import Signature
+
+_PIECE = LITERAL_CHARS_MIN
 
 
 class Catalogue:
@@ -46,13 +49,41 @@ class Catalogue:
     def match(self, line: str) -> Signature | None:
         """The first signature that the line matches."""
         lowered = line.lower()
+        pieces = {lowered[i : i + _PIECE] for i in range(len(lowered) - _PIECE + 1)}
+        likely = {
+            index
+            for piece in self._pieces.keys() & pieces
+            for text, indices in self._pieces[piece]
+            if text in lowered
+            for index in indices
+        }
+        return next((self.signatures[i] for i in sorted(likely) if self._matches(i, line)), None)
+
+    def is_evidence(self, line: str, text: str) -> bool:
+        """True when a signature that goes by this fixed text matches the line."""
+        return any(self._matches(index, line) for index in self._by_text.get(text, ()))
+
+    @cached_property
+    def _by_text(self) -> dict[str, list[int]]:
+        out: dict[str, list[int]] = {}
         for index, texts in enumerate(self.literals):
             for text in texts:
-                if text in lowered:
-                    if self._matches(index, line):
-                        return self.signatures[index]
-                    break
-        return None
+                out.setdefault(text, []).append(index)
+        return out
+
+    @cached_property
+    def _pieces(self) -> dict[str, list[tuple[str, list[int]]]]:
+        """Fixed texts by one piece of each, the one that fewest others share.
+
+        Comparing the pieces of a line with these at once is much quicker than looking for each
+        text.
+        """
+        shared = Counter(piece for text in self._by_text for piece in _pieces_of(text))
+        out: dict[str, list[tuple[str, list[int]]]] = {}
+        for text, indices in self._by_text.items():
+            piece = min(_pieces_of(text), key=lambda p: (shared[p], p))
+            out.setdefault(piece, []).append((text, indices))
+        return out
 
     def named(self, name: str) -> Signature | None:
         """The signature of that name."""
@@ -71,3 +102,7 @@ class Catalogue:
         if pattern.search(line) is None:
             return False
         return unless is None or unless.search(line) is None
+
+
+def _pieces_of(text: str) -> set[str]:
+    return {text[i : i + _PIECE] for i in range(len(text) - _PIECE + 1)}

@@ -16,7 +16,8 @@ from everstep.decide.words import Action, Confidence, Side, Symptom
 _LOADING = re.compile(
     r"loading (checkpoint|model|weights|state|shards|dataset|pipeline)|load_state_dict"
     r"|checkpoint shards|gathering .{0,30}(state|weights)|tokeniz|(running|map)[^|]{0,40} tokenizer"
-    r"|\bcpu[_ ]offload|consolidat|from_pretrained|reading .{0,20}into memory|preprocessing",
+    r"|\bcpu[_ ]offload|CPU Virtual Memory|optimizer states|consolidat|from_pretrained"
+    r"|reading .{0,20}into memory|preprocessing",
     re.IGNORECASE,
 )
 LOADING_LINES_BACK = 15

@@ -52,7 +52,8 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _RETRIED = re.compile(
-    r"\b(will retry|retrying|retry(ing)? (attempt|in|after)|attempt \d+ of \d+|retried)\b",
+    r"\b(will retry|retrying|retry(ing)? (attempt|in|after)|attempt \d+ of \d+|retried|retry loop"
+    r"|(reducing|skipping) (the )?batch|falling back)\b",
     re.IGNORECASE,
 )
 
@@ -168,7 +169,7 @@ def _segments(stream: Sequence[Item]) -> list[int]:
 
 
 def _hit(item: Item, signature: Signature, context: tuple[Item, ...] = ()) -> Hit:
-    retried = _RETRIED.search(item.text) is not None and signature.weight is not Weight.STRONG
+    retried = _RETRIED.search(item.text) is not None
     return Hit(item, signature, survived=retried, context=context)
 
 

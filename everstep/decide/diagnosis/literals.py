@@ -15,8 +15,17 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-LITERAL_CHARS_MIN = 3
-LITERALS_MAX = 40
+LITERAL_CHARS_MIN = 4
+LITERALS_MAX = 400
+_COMMON = """
+error errors err fail failed failure fatal warn warning info exception loss lr grad grads norm value
+values output outputs input tensor weight weights param params found save write rank node step steps
+iter iteration epoch time nan inf the not and none null true false model data batch train training
+valid 500 502 503 504 down need bad wrong hang stuck health differ checkpoint gpu gpus nccl config
+option setting timeout connect barrier flag missing devices 429 wait() store loader dbe eio efa fi_
+"""
+COMMON = frozenset(_COMMON.split())
+"""Words that stand in many lines of a healthy log: looking for them would find every line."""
 _EXACT_MAX = 40
 _CLASS_MAX = 4
 
@@ -43,10 +52,12 @@ def required_literals(pattern: str) -> tuple[str, ...]:
         re.error: the pattern is no regular expression.
     """
     found = _best([_sequence(parser.parse(pattern))])
-    if found is None or min(map(len, found)) < LITERAL_CHARS_MIN or len(found) > LITERALS_MAX:
+    if found is None or min(map(_worth, found)) < LITERAL_CHARS_MIN or len(found) > LITERALS_MAX:
+        worst = min(found, key=_worth) if found else ""
         raise ValueError(
             f"a pattern needs fixed text of {LITERAL_CHARS_MIN} characters or more in each of its "
-            "branches"
+            "branches, and not only a word that ordinary lines are full of"
+            + (f" (it has only {worst!r})" if worst else "")
         )
     return tuple(sorted(set(found)))
 
@@ -131,4 +142,9 @@ def _product(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...] |
 def _best(candidates: Iterable[_Found]) -> tuple[str, ...] | None:
     """The most selective set: long texts first, then few of them."""
     sets = [texts for c in candidates for texts in (c.exact, c.required) if texts and all(texts)]
-    return max(sets, key=lambda texts: (min(*map(len, texts), 12), -len(texts)), default=None)
+    return max(sets, key=lambda texts: (min(*map(_worth, texts), 12), -len(texts)), default=None)
+
+
+def _worth(text: str) -> int:
+    """How selective a text is: its length, but next to nothing for a common word."""
+    return 1 if text.strip() in COMMON else len(text)

@@ -27,7 +27,7 @@ _PREFIXES = (
 _HOST_IN_NCCL = re.compile(r"^(?P<machine>[\w.-]+):\d+:\d+ \[-?\d+\]")
 _HOST_IN_SYSLOG = re.compile(r"^[A-Z][a-z]{2}\s+\d+ \d\d:\d\d:\d\d (?P<machine>[\w.-]+) kernel:")
 _MENTION = re.compile(
-    r"\[(?:PG (?:ID )?\S+ (?:PG GUID \S+ )?)?Rank (\d+)\]|\brank[=:]\s?(\d+)\b|^Rank (\d+):"
+    r"\[(?:PG (?:ID )?\S+ (?:PG GUID \S+ )?)?Rank (\d+)\]|\brank[=:]\s?(\d+)\b|\bRank (\d+):"
     r"|\bglobal_rank[=:]\s?(\d+)|\bRANK[=:](\d+)|\bon rank (\d+)\b|\bpeer rank (\d+)\b"
 )
 

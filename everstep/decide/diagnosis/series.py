@@ -18,8 +18,8 @@ from everstep.decide.diagnosis.hits import Item
 from everstep.decide.diagnosis.types import Role, Signature, Weight
 from everstep.decide.words import Action, Confidence, Side, Symptom
 
-JUMP = 4.0
-"""A loss or gradient norm so many times what it was is a jump."""
+JUMP = {"loss": 4.0, "grad_norm": 10.0}
+"""So many times the highest of the values before it is a jump."""
 DECLINE = 1.05
 """Later steps take so many times as long as earlier ones: a decline worth a look."""
 BEAT = 3.0
@@ -43,6 +43,12 @@ _TIMES = (
         re.IGNORECASE,
     ),
 )
+_RATE = re.compile(
+    r"(?<![\d.])(\d+\.?\d*)\s?(?:samples|tokens|examples|images|sequences|steps|it|iter)/s(?:ec)?\b"
+    r"|\b(?:throughput|tps|tokens[_ ]per[_ ]sec\w*|samples[_ ]per[_ ]sec\w*|tflops\w*"
+    r"|speed)\b[^\d\n]{0,20}(\d+\.?\d*)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ def trend_of(items: Sequence[Item]) -> Trend | None:
         found = _jump(values, name)
         if found is not None:
             return found
-    return _pace(_values(items, _TIMES))
+    return _pace(_values(items, _TIMES) or _rates(items))
 
 
 def _values(items: Sequence[Item], patterns: Sequence[re.Pattern[str]]) -> list[tuple[float, Item]]:
@@ -75,6 +81,17 @@ def _values(items: Sequence[Item], patterns: Sequence[re.Pattern[str]]) -> list[
             if found is not None:
                 out.append((float(found[1]), item))
                 break
+    return out
+
+
+def _rates(items: Sequence[Item]) -> list[tuple[float, Item]]:
+    """Work per second, turned round so that more means slower, as for times."""
+    out: list[tuple[float, Item]] = []
+    for item in items:
+        found = _RATE.search(item.text)
+        value = float(found[1] or found[2]) if found is not None else 0.0
+        if value > 0:
+            out.append((1.0 / value, item))
     return out
 
 
@@ -98,12 +115,12 @@ def _jump(values: Sequence[tuple[float, Item]], name: str) -> Trend | None:
     """A value far over the ones before it; whether it came back says how much it matters."""
     for index in range(1, len(values)):
         before = [value for value, _ in values[max(0, index - 50) : index]]
-        base = max(median(before), 1e-3)
+        base = max(*before, 1e-3)
         value, item = values[index]
-        if value < JUMP * base or (name == "grad_norm" and len(before) < 2):
+        if value < JUMP[name] * base or (name == "grad_norm" and len(before) < 2):
             continue
         after = [v for v, _ in values[index + 1 : index + 6]]
-        back = bool(after) and median(after) < JUMP * base
+        back = bool(after) and median(after) < JUMP[name] * base
         row = _row(
             f"{name}_jump",
             Symptom.LOSS_SPIKE,
@@ -140,7 +157,7 @@ def _pace(values: Sequence[tuple[float, Item]]) -> Trend | None:
         Symptom.MFU_DECLINE,
         Side.UNCLEAR,
         Action.STOP_TIME_CHECK if late >= 1.5 * early else Action.WARN_ONLY,
-        f"a step took {early:.4g} at first and {late:.4g} later (in the log's unit)",
+        f"a step takes {late / early:.2f} times as long as it did at first",
     )
     return Trend(row, shown)
 

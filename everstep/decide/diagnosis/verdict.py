@@ -17,6 +17,7 @@ Not here: reading files (``everstep.logfiles``), signatures (``config/log_signat
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ EVIDENCE_MAX = 8
 EVIDENCE_CHARS_MAX = 400
 WITNESSES_MAX = 64
 _WEIGHTS = (Weight.STRONG, Weight.NORMAL, Weight.WEAK)
+_DEVICE = re.compile(r"\bGPU (\d{1,2})(?: has a total capacity|; [\d.]+ GiB total)")
 _OWN_SIGNALS = frozenset(
     {
         signal.SIGKILL.value,
@@ -171,14 +173,27 @@ def _launcher_rank(case: _Case) -> int | None:
 
 
 def _rank_of(case: _Case, hit: Hit) -> int | None:
-    """The rank of a root: by its own line, else by the launcher's word."""
+    """The rank of a root: by its own line, by its twins', else by the launcher's word."""
     if hit.rank is not None:
         return hit.rank
+    twins = {h.rank for h in case.hits if h.signature.name == hit.signature.name}
+    twins.discard(None)
+    if len(twins) == 1:
+        return twins.pop()
     named = _launcher_rank(case)
     if named is not None:
         return named
     given = [end.rank for end in case.given if end.rank is not None and not end.stopped_by_us]
-    return given[0] if len(given) == 1 else None
+    if len(given) == 1:
+        return given[0]
+    return _rank_of_device(case, hit)
+
+
+def _rank_of_device(case: _Case, hit: Hit) -> int | None:
+    """On one machine the number of the GPU that a line names is the rank, by common custom."""
+    device = _DEVICE.search(hit.item.text)
+    machines = {item.machine for lines in case.items for item in lines} - {None}
+    return int(device[1]) if device is not None and len(machines) <= 1 else None
 
 
 # --- witnesses
@@ -204,7 +219,7 @@ def _by_witness(case: _Case) -> Diagnosis | None:
         ended = _by_end(case)
         if ended is not None and ended.symptom is not Symptom.UNKNOWN:
             return ended
-    if chosen.signature.symptom is not Symptom.HANG:
+    if chosen.signature.symptom not in (Symptom.HANG, Symptom.UNKNOWN):
         return _answer(case, chosen, chosen.signature, rank=_quiet_rank(case, live))
     return _by_hang(case, chosen, live)
 
