@@ -149,13 +149,11 @@ def worse(first: Action, second: Action) -> Action:
 
 
 def reason(hit: Hit, count: int) -> str:
-    """One sentence for a person."""
+    """One sentence for a person; who shows it says of which target."""
     what = hit.rule.meaning
     if isinstance(hit.rule, NumberRule):
         word, _, number = hit.name.partition("_")
         what = f"{'SXid' if word == 'sxid' else 'Xid'} {number}: {what}"
         if hit.rule.documented:
             what += f" (documented: {hit.rule.documented})"
-    where = f" on {hit.target}" if hit.target else ""
-    times = f", {count} times" if count > 1 else ""
-    return f"{what}{where}{times}"
+    return f"{what}, {count} times" if count > 1 else what

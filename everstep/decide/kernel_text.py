@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
-LINE_CHARS_MAX = 2_000
-"""Longer lines are cut before they are looked at: the kernel prints at most about 1,000."""
+LINE_CHARS_MAX = 1_200
+"""Longer lines are cut before they are looked at: a message has at most about 1,000."""
 
 
 class Clock(StrEnum):
