@@ -6,13 +6,17 @@ Each test makes the real thing where this user may (root), and says so where not
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import secrets
 import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
 from everstep.machine.probes.host_disk import DiskHelper, DiskProbe, DiskSettings
 from everstep.machine.probes.host_hardware import StorageProbe
+from everstep.machine.probes.host_load import HungTaskProbe, HungTaskSettings
 from everstep.machine.probes.host_memory import OomProbe, cgroup_folders
 from everstep.machine.probes.kernel_log_sources import KmsgSource
 from tests.support.roots import write
@@ -225,6 +230,78 @@ def test_a_path_that_is_not_there_is_unknown(tmp_path: Path, disk: MakeProbe) ->
     assert "ENOENT" in seen.reason
 
 
+FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """Whoever writes to this file system hangs in the kernel meanwhile."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, FIFREEZE, 0)
+        try:
+            yield
+        finally:
+            fcntl.ioctl(fd, FITHAW, 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+def test_a_disk_that_hangs_is_seen_and_the_others_are_too(
+    small_ext4: Path, tmp_path: Path, disk: MakeProbe
+) -> None:
+    """Frozen, ext4 lets a writer sleep uninterruptibly, as a dead disk or file server does."""
+    quick = replace(DISK, deadline_s=2.0)
+    probe = disk(tmp_path, own=small_ext4, settings=quick)
+    assert [one.verdict for one in probe.look(0)] == [Verdict.HEALTHY] * 2
+    with frozen(small_ext4):
+        for at_s in (31, 33):
+            alive, dead = probe.look(at_s)
+            assert alive.verdict is Verdict.HEALTHY
+            assert (dead.rule, dead.symptom) == ("mount_hangs", Symptom.FILESYSTEM_IO)
+            assert (dead.action, dead.confidence) == (Action.EVICT_MACHINE, Confidence.LOW)
+            assert dead.values["fs"] == "ext4"
+    until(lambda: probe.look(35)[1].verdict is Verdict.HEALTHY)
+
+
+@pytest.mark.root
+def test_a_process_that_hangs_in_the_kernel(small_ext4: Path) -> None:
+    hung = HungTaskSettings(hung_after_s=5, look_every_s=0)
+    probe = HungTaskProbe(hung, proc=PROC)
+    with frozen(small_ext4):
+        writes = f"open({str(small_ext4 / 'file')!r}, 'w')"
+        rank = subprocess.Popen([sys.executable, "-c", writes])
+        until(lambda: "(" in state_of(rank.pid) and state_of(rank.pid).split()[2] == "D")
+        until(lambda: found(probe, rank.pid))
+        (seen,) = probe.look(next(CLOCK))
+    assert rank.wait(30) == 0
+    assert (seen.rule, seen.action) == ("hung_task", Action.STOP_TIME_CHECK)
+    assert seen.values["pid"] == rank.pid
+    (after,) = probe.look(next(CLOCK))
+    assert after.values.get("pid") != rank.pid
+
+
+CLOCK = itertools.count(step=6)
+
+
+def found(probe: HungTaskProbe, pid: int) -> bool:
+    """Others may hang too while other tests freeze theirs: the longest one is told."""
+    (seen,) = probe.look(next(CLOCK))
+    return seen.values.get("pid") == pid
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 HANGS = """
 import sys, json, time
 for line in sys.stdin:
@@ -246,7 +323,7 @@ for line in sys.stdin:
 def test_a_mount_that_hangs_is_seen_and_the_others_are_too(
     tmp_path: Path, kind: str, action: Action
 ) -> None:
-    """The helper process is a stand-in: no mount can be made to hang for certain here."""
+    """A file server is a stand-in, as is the helper process; a real disk that hangs is above."""
     write(tmp_path, "self/mountinfo", f"1 2 0:50 / /dead rw - {kind} server:/x rw")
     settings = DiskSettings(
         free_min=0,

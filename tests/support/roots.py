@@ -46,10 +46,18 @@ def link(sys: Path, name: str, *, physical: bool = True, **values: object) -> No
         (sys / folder / "device").mkdir(exist_ok=True)
 
 
-def process(proc: Path, pid: int, *, state: str = "S", switches: int = 1, **files: str) -> None:
+def process(
+    proc: Path,
+    pid: int,
+    *,
+    state: str = "S",
+    switches: int = 1,
+    parent: int = 1,
+    **files: str,
+) -> None:
     """A process: its state, context switches, and further files of its folder."""
     fields = ["0"] * 50
-    fields[0], fields[1], fields[19] = state, "1", "4711"
+    fields[0], fields[1], fields[19] = state, str(parent), "4711"
     write(proc, f"{pid}/stat", f"{pid} (a) b) {' '.join(fields)}")
     write(proc, f"{pid}/status", f"Name:\tx\nvoluntary_ctxt_switches:\t{switches}")
     for name, text in files.items():

@@ -199,6 +199,23 @@ def test_a_task_hangs_when_it_was_never_run_for_long_enough(tmp_path: Path) -> N
     assert rules(probe.look(140)) == []
 
 
+def test_a_hung_program_goes_before_a_kernel_thread_and_what_is_frozen_is_no_fault(
+    tmp_path: Path,
+) -> None:
+    process(tmp_path, 5, state="D", parent=2, comm="kworker/0:1", wchan="poll_schedule_timeout")
+    process(tmp_path, 6, state="D", comm="frozen", wchan="__refrigerator")
+    probe = HungTaskProbe(HUNG, proc=tmp_path)
+    probe.look(0)
+    assert only(probe.look(121)).action is Action.WARN_ONLY
+    process(tmp_path, 9, state="D", comm="python3", stack="[<0>] os_acquire_rwlock+0x1 [nvidia]")
+    probe.look(140)
+
+    seen = only(probe.look(300))
+
+    assert (seen.values["pid"], seen.values["hung_tasks"]) == (9, 2)
+    assert (seen.symptom, seen.action) == (Symptom.GPU_UNAVAILABLE, Action.STOP_TIME_CHECK)
+
+
 # --- EDAC, machine checks, disks
 
 

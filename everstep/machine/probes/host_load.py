@@ -123,17 +123,29 @@ class _Sleeper:
     switches: int
 
 
-_STORAGE = re.compile(
-    r"nfs|rpc|lustre|ll_|cl_|fuse|ceph|cifs|smb|gpfs|beegfs|wekafs", re.IGNORECASE
+_STORAGE = re.compile(r"\b(nfs|rpc_|ll_|cl_|fuse|ceph|cifs|smb|gpfs|beegfs|weka)", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"\b(nvidia|_nv[0-9]|nv_|uvm_|rm_ioctl|os_acquire|mlx|ib_uverbs)", re.IGNORECASE
 )
-_DEVICE = re.compile(r"nvidia|_nv[0-9]|uvm_|rm_ioctl|os_acquire|mlx|ib_uverbs", re.IGNORECASE)
+_PARKED = re.compile(r"refrigerator|freez|vfork", re.IGNORECASE)
+"""Frozen on purpose, or waiting for a child to begin: state D, and no fault."""
+_KTHREADD = "2"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Hung:
+    program: bool
+    """A program's process, and no thread of the kernel itself."""
+    age_s: float
+    pid: str
 
 
 class HungTaskProbe:
     """Processes that stay in state D, as the kernel's own hung-task check counts them.
 
     The state alone is not enough (a busy disk shows it in every second look): a task hangs when it
-    was never run in between, which its count of context switches tells.
+    was never run in between, which its count of context switches tells. Threads other than a
+    process's first one are left to the kernel's own check, which logs them.
     """
 
     name = "hung_tasks"
@@ -156,7 +168,12 @@ class HungTaskProbe:
         if not names:
             self._last = [unknown(self.name, f"{self._proc} shows no processes")]
             return self._last
-        asleep = {key: self._switches(key[0]) for key in self._asleep(names)}
+        asleep = {}
+        kernel = set()
+        for pid, start, parent in self._asleep(names):
+            asleep[pid, start] = self._switches(pid)
+            if _KTHREADD in (pid, parent):
+                kernel.add(pid)
         self._sleepers = {
             key: old
             if (old := self._sleepers.get(key)) is not None and old.switches == switches
@@ -164,9 +181,10 @@ class HungTaskProbe:
             for key, switches in asleep.items()
         }
         hung = [
-            (now_s - sleeper.since_s, pid)
+            _Hung(pid not in kernel, now_s - sleeper.since_s, pid)
             for (pid, _), sleeper in self._sleepers.items()
             if now_s - sleeper.since_s >= self._settings.hung_after_s
+            and not _PARKED.search(self._waits_in(pid))
         ]
         self._last = [self._judge(max(hung), len(hung))] if hung else [self._well(len(asleep))]
         return self._last
@@ -174,14 +192,14 @@ class HungTaskProbe:
     def _well(self, asleep: int) -> Observation:
         return healthy(self.name, "no task hangs in the kernel", values={"uninterruptible": asleep})
 
-    def _asleep(self, names: list[str]) -> list[tuple[str, str]]:
-        """Pid and start time of those in state D."""
+    def _asleep(self, names: list[str]) -> list[tuple[str, str, str]]:
+        """Pid, start time and parent of those in state D."""
         found = []
         for pid in names:
             text = read_text(self._proc / pid / "stat", 4096)
             fields = (text or "").rpartition(")")[2].split()
             if len(fields) > 19 and fields[0] == "D":
-                found.append((pid, fields[19]))
+                found.append((pid, fields[19], fields[1]))
         return found
 
     def _switches(self, pid: str) -> int:
@@ -190,17 +208,22 @@ class HungTaskProbe:
             "nonvoluntary_ctxt_switches", 0
         )
 
-    def _judge(self, longest: tuple[float, str], count: int) -> Observation:
-        age, pid = longest
+    def _waits_in(self, pid: str) -> str:
+        return (read_word(self._proc / pid / "wchan") or "")[:64]
+
+    def _judge(self, longest: _Hung, count: int) -> Observation:
+        age, pid = longest.age_s, longest.pid
         program = (read_word(self._proc / pid / "comm") or "?")[:64]
         stack = read_text(self._proc / pid / "stack", 4096) or ""  # root only
-        waits_in = (read_word(self._proc / pid / "wchan") or "")[:64]
+        waits_in = self._waits_in(pid)
         where = stack or waits_in
         symptom, action = Symptom.HANG, Action.STOP_TIME_CHECK
         if _DEVICE.search(where):
             symptom = Symptom.GPU_UNAVAILABLE
         elif _STORAGE.search(where):
             symptom, action = Symptom.FILESYSTEM_IO, Action.WAIT_EXTERNAL
+        if not longest.program:  # some drivers' threads sleep so for ever and mean nothing by it
+            action = Action.WARN_ONLY
         others = f" and {count - 1} more" if count > 1 else ""
         inside = f" in {waits_in}" if waits_in not in ("", "0") else ""
         return faulty(
