@@ -23,6 +23,8 @@ from everstep.decide.words import Action, Cause, Confidence, Side, Symptom, Verd
 
 NEARBY_S = 120.0
 """A cause and its effect on one machine are seen within so long of each other."""
+KILLED_WITHIN_S = 30.0
+"""A kill for memory and its line in the kernel log are closer: one to two looks of a probe."""
 
 SHARED = {
     Symptom.FILESYSTEM_IO: (Side.EXTERNAL, Action.WAIT_EXTERNAL),
@@ -65,7 +67,8 @@ class MachineFault:
 
     def near(self, rank: RankReport) -> bool:
         """True when it was seen about when the rank ended (or while the rank was stuck)."""
-        return abs(self.seen_ago_s - (rank.exited_ago_s or 0.0)) <= NEARBY_S
+        limit_s = KILLED_WITHIN_S if self.observation.symptom is Symptom.CPU_OOM else NEARBY_S
+        return abs(self.seen_ago_s - (rank.exited_ago_s or 0.0)) <= limit_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 import time
 
 from everstep.decide.attribution import MachineReport, RankReport
+from everstep.decide.reports import Seen
 from everstep.decide.words import RankState
 from everstep.machine.facts import Evidence
 from everstep.machine.health import Health
@@ -98,9 +99,16 @@ def machine_report(run: Run, health: Health) -> MachineReport:
         teardown_clean=run.facts.teardown_clean,
         note="; ".join(notes),
         ranks=tuple(_rank_report(run, rank, now_ns, log_bytes) for rank in ranks),
-        observations=health.seen(),
+        observations=_of_this_run(run, health.seen(), now_ns),
         healthy_probes=health.healthy_probes(),
+        stacks=run.stacks.report,
     )
+
+
+def _of_this_run(run: Run, seen: tuple[Seen, ...], now_ns: int) -> tuple[Seen, ...]:
+    """Without what had gone again before the run began: it says nothing about this run."""
+    age_s = (now_ns - run.record.created_ns) / NS if run.same_boot else 0.0
+    return tuple(one for one in seen if one.cleared_ago_s is None or one.cleared_ago_s <= age_s)
 
 
 def run_state(run: Run, health: Health) -> RunState:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,10 +15,19 @@ from typing import Any
 
 import pytest_asyncio
 
-from everstep.ledger import Ledger, MachineState
-from tests.support.world import World, running, until
+from everstep.client import Client
+from everstep.decide.words import JobPhase
+from everstep.demo.stage import Stage
+from everstep.errors import EverstepError
+from everstep.ledger import IncidentDetail, Ledger, MachineState
+from everstep.machine.client import AgentClient
+from everstep.secrets import Secrets
+from tests.support import judge
+from tests.support.counting import POLICY
+from tests.support.world import END_LIMIT_S, World, running, until
 
 MACHINES = 4
+PROGRAM = Path(__file__).with_name("program.py")
 FLEET = """
 machines: {register_interval: 500ms}
 detection: {heartbeat_interval: 500ms}
@@ -47,8 +58,26 @@ class Fleet:
         fresh.replace(path)
         return path
 
+    async def well(self) -> None:
+        """Wait until no probe of any machine sees anything any more."""
+        up = self.world.embedded.addresses
+        token = Secrets.load(up.secrets).controller
+
+        async def nothing() -> bool:
+            for machine_id, url in up.agents.items():
+                async with contextlib.aclosing(
+                    AgentClient(url, token, machine_id=machine_id)
+                ) as agent:
+                    info = await agent.info()
+                if any(seen.cleared_ago_s is None for seen in info.observations):
+                    return False
+            return True
+
+        await until("all machines are well again", nothing)
+
     async def release_all(self, ledger: Ledger) -> None:
         """What a person does once a machine is repaired; back when it can be leased again."""
+        await self.well()
         for row in await asyncio.to_thread(ledger.machines):
             if row.blocked_at is not None:
                 await asyncio.to_thread(
@@ -66,6 +95,89 @@ class Fleet:
             return all(row.state is MachineState.IDLE for row in rows)
 
         await until("all machines are idle again", idle)
+
+
+class Told:
+    """A job of ``program.py``: two machines with one rank each, ended when the test has seen it."""
+
+    def __init__(self, world: World, name: str, client: Client, stage: Stage) -> None:
+        self.world, self.name, self.client, self.stage = world, name, client, stage
+        self.folder = world.folder / name
+        self.folder.mkdir()
+
+    def spec(self) -> dict[str, Any]:
+        """What is launched."""
+        return {
+            "name": self.name,
+            "command": [sys.executable, str(PROGRAM), str(self.folder)],
+            "machines": 2,
+            "ranks_per_machine": 1,
+            "policy": POLICY,
+        }
+
+    def order(self, rank: int, **parts: Any) -> None:
+        """Let a rank do something, once."""
+        path = self.folder / f"rank-{rank}.json"
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(parts), encoding="utf-8")
+        fresh.replace(path)
+
+    async def running(self, generation: int = 1) -> tuple[str, ...]:
+        """Wait until all ranks of a run have begun; the machines of rank 0 and rank 1."""
+
+        async def begun() -> bool:
+            sight = await self.stage.sight()
+            return sight is not None and sight.generation >= generation and len(sight.answered) == 2
+
+        await until(f"ranks of {self.name}", begun)
+        status = await self.client.status(self.name)
+        return status.machines
+
+    async def pids(self) -> dict[int, int]:
+        """Processes of the ranks."""
+        return await self.stage.pids()
+
+    async def incident(self, decisions: int = 1) -> IncidentDetail:
+        """Wait for the first incident with so many decisions."""
+        seen: list[IncidentDetail] = []
+
+        async def there() -> bool:
+            seen[:] = await asyncio.to_thread(judge.details, self.stage.ledger, self.name)
+            return bool(seen) and len(seen[0].decisions) >= decisions
+
+        await until(f"an incident of {self.name}", there)
+        return seen[0]
+
+    async def finish(self) -> None:
+        """Let all ranks end well, unless the job has ended."""
+        (self.folder / "done").touch()
+        status = await self.stage.status()
+        if status is not None and status.phase is JobPhase.WAITING_FOR_PERSON:
+            await self.client.cancel(self.name, reason="seen")
+        await self.client.wait(self.name, timeout_s=END_LIMIT_S, poll_s=0.1)
+
+
+@contextlib.asynccontextmanager
+async def told(fleet: Fleet, name: str) -> AsyncIterator[Told]:
+    """Launch a job of the program; nothing of it goes on afterwards, and all machines are well."""
+    world = fleet.world
+    client = await world.embedded.client()
+    stage = Stage(world.embedded, client, name, world.folder)
+    job = Told(world, name, client, stage)
+    await client.launch(job.spec())
+    try:
+        yield job
+        await job.finish()
+    except BaseException:
+        with contextlib.suppress(EverstepError, TimeoutError):
+            await client.cancel(name, reason="the test is over")
+            await client.wait(name, timeout_s=30, poll_s=0.1)
+        raise
+    finally:
+        try:
+            await fleet.release_all(stage.ledger)
+        finally:
+            await stage.close()
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
