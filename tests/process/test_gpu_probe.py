@@ -403,6 +403,12 @@ def test_a_helper_ends_with_its_parent(gpus: Gpus, tmp_path: Path) -> None:
         assert gone == [helper]
 
 
+def test_a_library_that_prints_does_not_speak_for_the_helper(gpus: Gpus) -> None:
+    gpus.library.set(prints=1)
+
+    assert rules(gpus.look(gpus.probe())) == WELL
+
+
 # --- GPUs that go
 
 

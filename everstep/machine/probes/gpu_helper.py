@@ -146,6 +146,9 @@ class Helper:
         self._by_address: dict[int, int] = {}
         self._events: Any = None
         self._output = threading.Lock()
+        # A library that prints must not speak for us.
+        self._pipe = os.dup(1)
+        os.dup2(2, 1)
 
     def say(self, line: dict[str, Any]) -> None:
         """Write one line; nobody listening means the end."""
@@ -153,7 +156,7 @@ class Helper:
         with self._output:
             try:
                 while data:
-                    data = data[os.write(1, data) :]
+                    data = data[os.write(self._pipe, data) :]
             except OSError:
                 os._exit(0)
 

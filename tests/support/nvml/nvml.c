@@ -2,7 +2,7 @@
  * nvml.control beside the library, read at every call: "count=2", "1.temperature=91",
  * "1.error=15" (every call on GPU 1), "1.error.nvmlDeviceGetUUID=999", "1.hang=1" (until the line is
  * gone), "1.hang.nvmlDeviceGetPowerUsage=1", "0.xid=79:1" (delivered once for each number after the
- * colon). With -DOLD it lacks what old drivers lack. */
+ * colon), "prints=1" (on standard output). With -DOLD it lacks what old drivers lack. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -82,6 +82,7 @@ int nvmlInitWithFlags(u32 flags)
 {
     (void)flags;
     for (int i = 0; i < MAX; i++) devices[i].index = i;
+    if (number(-1, "prints", 0)) { puts("{\"ready\": 99}"); fflush(stdout); }
     return enter(-1, "nvmlInitWithFlags");
 }
 int nvmlShutdown(void) { return 0; }
