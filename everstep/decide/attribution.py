@@ -23,7 +23,7 @@ from everstep.decide.evidence import Evidence, gather, named_machines, named_ran
 from everstep.decide.faults import FaultKind, crashed, describe, kind_of_end, signal_name, signal_of
 from everstep.decide.machine_rules import doomed_of, ruled_out
 from everstep.decide.reports import Finding, MachineReport, RankReport, Trigger
-from everstep.decide.words import Cause, Confidence, LogClass, Side, Symptom
+from everstep.decide.words import Action, Cause, Confidence, LogClass, Side, Symptom
 
 __all__ = [
     "RULES",
@@ -120,6 +120,7 @@ def _finding(
     ranks: Iterable[RankReport] = (),
     suspects: Iterable[str] = (),
     rule: str = "",
+    action: Action | None = None,
 ) -> Finding:
     return Finding(
         symptom=symptom,
@@ -130,6 +131,7 @@ def _finding(
         reason=reason,
         culprit_ranks=tuple(r.rank for r in ranks),
         suspects=tuple(suspects),
+        action=action,
     )
 
 
@@ -221,6 +223,7 @@ def _fault_finding(
     if kind.symptom is Symptom.ENVIRONMENT_MISMATCH and machines != evidence.machines_with_ranks:
         # The same code loads on the other machines: not clearly the owner's fault.
         side, cause = Side.UNCLEAR, Cause.UNCLEAR
+    evicts = kind.action is Action.EVICT_MACHINE and kind.confidence is Confidence.HIGH
     first = evidence.first_of([r.rank for r in ranks])
     shown = next((r for r in ranks if r.rank == first), ranks[0])
     return _finding(
@@ -231,6 +234,9 @@ def _fault_finding(
         f"{named_ranks(ranks)} on {named_machines(sorted(machines))} {describe(shown, kind)}",
         ranks=ranks,
         rule=kind.name,
+        # One machine's own fault; what several report at once is none of theirs alone.
+        suspects=machines if kind.machine_specific and evicts and len(machines) == 1 else (),
+        action=kind.action,
     )
 
 
@@ -321,6 +327,19 @@ def _hang(
 def _only_witnesses(evidence: Evidence) -> Finding | None:
     if not evidence.witnesses:
         return None
+    found = [r.log_finding for r in evidence.witnesses if r.log_finding is not None]
+    network = next((f for f in found if f.side is Side.INFRASTRUCTURE), None)
+    if network is not None:
+        # Nobody failed first, and what ranks saw of their connection names the network itself.
+        return _finding(
+            network.symptom,
+            Side.INFRASTRUCTURE,
+            Cause.INFRASTRUCTURE,
+            Confidence.LOW,
+            f"{named_ranks(evidence.witnesses)} lost a connection: {network.why}",
+            rule=network.rule,
+            action=network.action,
+        )
     silent = (
         f"; no word from {named_machines(evidence.unreachable)}" if evidence.unreachable else ""
     )

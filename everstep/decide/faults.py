@@ -12,11 +12,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
+from everstep.decide.diagnosis.types import Role, TailFinding
 from everstep.decide.logs import headline
 from everstep.decide.reports import RankReport
-from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
+from everstep.decide.words import Action, Cause, Confidence, LogClass, RankState, Side, Symptom
 
+_SAY_LITTLE = frozenset({LogClass.SILENT, LogClass.OTHER})
 WITNESS_CLASSES = frozenset({LogClass.PEER_LOST, LogClass.COLLECTIVE_TIMEOUT})
 
 _FROM_OUTSIDE = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -40,6 +43,10 @@ class FaultKind:
     confidence: Confidence = Confidence.HIGH
     says: str
     """What a person reads after "rank 3 on m-1"."""
+    action: Action | None = None
+    """What it calls for, where the catalogue of signatures says so."""
+    machine_specific: bool = False
+    """The fault is in the machine that the rank ran on."""
 
 
 def signal_of(rank: RankReport) -> int | None:
@@ -72,7 +79,11 @@ def ended_badly(rank: RankReport) -> bool:
 
 def is_witness(rank: RankReport) -> bool:
     """True when the rank failed because of its peers, by its own account."""
-    return ended_badly(rank) and rank.log_class in WITNESS_CLASSES
+    if not ended_badly(rank):
+        return False
+    found = rank.log_finding
+    by_catalogue = found is not None and found.role is Role.WITNESS
+    return rank.log_class in WITNESS_CLASSES or (rank.log_class in _SAY_LITTLE and by_catalogue)
 
 
 def _logged(*classes: LogClass) -> Callable[[RankReport], bool]:
@@ -224,7 +235,60 @@ def fault_of(rank: RankReport) -> FaultKind | None:
 
 def kind_of_end(rank: RankReport) -> FaultKind:
     """The row that fits a rank, whatever its role in the failure."""
+    found = rank.log_finding
+    if found is not None and _says_more(found, rank.log_class):
+        return _kind_by_catalogue(
+            found.rule,
+            found.symptom,
+            found.side,
+            found.action,
+            found.confidence,
+            found.machine_specific,
+            found.why,
+        )
     return next(kind for kind in FAULTS if kind.when(rank))
+
+
+def _says_more(found: TailFinding, log_class: LogClass) -> bool:
+    """True when the catalogue knows a cause, and the runtime's own lines name none."""
+    if found.role is not Role.ROOT or found.symptom is Symptom.UNKNOWN:
+        return False
+    if log_class is LogClass.PYTHON_EXCEPTION:
+        return found.symptom is not Symptom.USER_CODE
+    return log_class in _SAY_LITTLE
+
+
+_CAUSES = {
+    Side.INFRASTRUCTURE: Cause.INFRASTRUCTURE,
+    Side.USER_CODE: Cause.USER_CODE,
+    Side.EXTERNAL: Cause.UNCLEAR,
+    Side.UNCLEAR: Cause.UNCLEAR,
+}
+
+
+@lru_cache(maxsize=512)
+def _kind_by_catalogue(
+    rule: str,
+    symptom: Symptom,
+    side: Side,
+    action: Action,
+    confidence: Confidence,
+    machine_specific: bool,
+    why: str,
+) -> FaultKind:
+    """One and the same row for all ranks with one finding."""
+    return FaultKind(
+        name=rule,
+        when=lambda _rank: True,
+        weight=9 if machine_specific else 5,
+        symptom=symptom,
+        side=side,
+        cause=_CAUSES[side],
+        confidence=confidence,
+        says=(why or f"failed by {rule}").replace("{", "(").replace("}", ")"),
+        action=action,
+        machine_specific=machine_specific,
+    )
 
 
 def describe(rank: RankReport, kind: FaultKind) -> str:

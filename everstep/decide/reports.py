@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep.decide.diagnosis.types import TailFinding
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Cause, Confidence, LogClass, RankState, Side, Symptom
 
@@ -38,6 +39,8 @@ class RankReport:
     log_class: LogClass = LogClass.SILENT
     log_lines: tuple[str, ...] = ()
     """Last meaningful lines of the rank's log, oldest first, each cut to 300 characters."""
+    log_finding: TailFinding | None = None
+    """What the catalogue of signatures says about its end, where it ended badly by itself."""
     exited_ago_s: float | None = None
     """Seconds from the rank's exit to this report, by the machine's own monotonic clock."""
 

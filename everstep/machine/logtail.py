@@ -12,7 +12,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from everstep.decide.diagnosis.types import TailFinding
 from everstep.decide.words import LogClass
+from everstep.machine.log_findings import finding_of
 
 TAIL_BYTES = 64 * 1024
 LINES_MAX = 400
@@ -106,6 +108,8 @@ class RankLog:
         self._error_file = error_file
         self._seen: object = None
         self._says: tuple[LogClass, tuple[str, ...]] = (LogClass.SILENT, ())
+        self._found_for: object = None
+        self._found: TailFinding | None = None
 
     def says(self) -> tuple[LogClass, tuple[str, ...]]:
         """Class and lines of the log's end."""
@@ -114,6 +118,15 @@ class RankLog:
             self._says = classify_log(self._log, self._error_file)
             self._seen = now
         return self._says
+
+    def finding(self, rank: int, exit_code: int | None, signal: int | None) -> TailFinding | None:
+        """What the catalogue of signatures says about a rank that ended by itself."""
+        now = (_fingerprint(self._log), _fingerprint(self._error_file), exit_code, signal)
+        if now != self._found_for:
+            lines = [*_error_file_lines(self._error_file), *tail_lines(self._log)]
+            self._found = finding_of(lines, rank=rank, exit_code=exit_code, signal=signal)
+            self._found_for = now
+        return self._found
 
 
 def _fingerprint(path: Path) -> tuple[int, int] | None:

@@ -57,6 +57,7 @@ def _rank_report(run: Run, rank: int, now_ns: int, log_bytes: int) -> RankReport
     progress = run.monitor.progress(rank)
     evidence = _evidence(run, rank, now_ns)
     log_class, lines = run.logs[rank].says()
+    failed = ended is not None and ended.code != 0 and not run.stopped_by_us(rank)
     return RankReport(
         rank=rank,
         machine_id=run.record.machine_id,
@@ -73,6 +74,9 @@ def _rank_report(run: Run, rank: int, now_ns: int, log_bytes: int) -> RankReport
         save_error=progress.save_error if progress is not None else None,
         log_class=log_class,
         log_lines=within(lines, log_bytes),
+        log_finding=run.logs[rank].finding(rank, ended.code, ended.signal)
+        if failed and ended is not None
+        else None,
         # After a reboot the instant belongs to a clock that has begun anew.
         exited_ago_s=(
             round((now_ns - ended_ns) / NS, 6) if ended_ns is not None and run.same_boot else None

@@ -51,7 +51,9 @@ class Cut:
 
 
 def _silent(rank: RankReport) -> RankReport:
-    return replace(rank, log_lines=())
+    found = rank.log_finding
+    bare = None if found is None else replace(found, why="", evidence=())
+    return replace(rank, log_lines=(), log_finding=bare)
 
 
 def _figureless(seen: Seen) -> Seen:
