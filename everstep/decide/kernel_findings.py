@@ -18,8 +18,6 @@ EVIDENCE_LINES_MAX = 5
 EVIDENCE_CHARS_MAX = 300
 TIMES_MAX = 4_096
 PROGRAMS_MAX = 64
-_SURE_PROGRAMS = 3
-"""So many programs on one GPU make it the GPU; two of the same name only make it worth a check."""
 
 RANK = {
     Action.WARN_ONLY: 0,
@@ -130,7 +128,9 @@ class Programs:
         # A program that is wrong is wrong on every GPU it runs on.
         if len(here) < 2 * (elsewhere + 1):
             return Action.WARN_ONLY
-        sure = len(here) >= _SURE_PROGRAMS or len({program.name for program in here}) > 1
+        # A job with a bug that is restarted again and again is one program, however many processes
+        # it was: that is worth a check of the GPU, not its eviction.
+        sure = len({program.name for program in here if program.name}) > 1
         return Action.EVICT_MACHINE if sure else Action.STOP_TIME_CHECK
 
     def forget(self, gpu: str) -> None:
