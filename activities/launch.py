@@ -35,6 +35,7 @@ from everstep.machine.client import AgentRefused
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
 from everstep.spec.evidence import SHARD_BYTES_MAX, within
+from everstep.spec.job import JobSpec
 from everstep.spec.policy import Policy, PolicySnapshot
 
 STOP_TRIES = 2
@@ -279,6 +280,7 @@ def run_plan(request: m.StartRanks, ref: m.MachineRef, code_path: str | None) ->
         group_rank=ref.group_rank,
         master_addr=request.master_addr,
         master_port=request.master_port,
+        axes=axes_of(spec),
         start_reason=request.start_reason,
         restore=request.restore,
         checkpoint_dir=request.checkpoint_dir,
@@ -286,6 +288,15 @@ def run_plan(request: m.StartRanks, ref: m.MachineRef, code_path: str | None) ->
         progress_pattern=spec.progress.pattern,
         policy=agent_run_policy(request.policy.policy),
     )
+
+
+def axes_of(spec: JobSpec) -> tuple[tuple[str, int], ...]:
+    """The axes that have ranks along them, in the order of ranks; none if the sizes do not fit."""
+    try:
+        sizes = spec.layout.sizes(spec.world_size)
+    except ValueError:
+        return ()
+    return tuple((axis, sizes[axis]) for axis in spec.layout.order if sizes[axis] > 1)
 
 
 def agent_run_policy(policy: Policy) -> api.AgentRunPolicy:

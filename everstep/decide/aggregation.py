@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from everstep.decide.stack_groups import merge_missed
 from everstep.decide.stack_outliers import (
@@ -47,6 +48,7 @@ from everstep.decide.stack_report import (
 from everstep.decide.topology import Topology
 from everstep.decide.words import Confidence
 
+RANKS_MAX = 1_000_000
 _HELPERS = {
     Wait.DATA: (ProcessRole.DATA_LOADER,),
     Wait.CHECKPOINT: (ProcessRole.CHECKPOINT_HELPER,),
@@ -97,6 +99,36 @@ def _merged(same: Sequence[StackGroup]) -> StackGroup:
 
 def _merged_spans(spans: Iterable[tuple[tuple[int, int], ...]]) -> tuple[tuple[int, int], ...]:
     return spans_of(rank for each in spans for rank in ranks_of(each))
+
+
+def judge_reports(reports: Sequence[StackReport]) -> StackFinding | None:
+    """``judge_hang`` of what the machines of a run have sent; None when nothing makes sense.
+
+    The layout is the one that the first of them names, by name; all have it from one plan. What
+    machines send is not trusted to make sense: a decision must not fail, nor take for ever.
+    """
+    told = [r for r in sorted(reports, key=lambda r: r.machine_id) if _makes_sense(r)]
+    if not told:
+        return None
+    layout = Topology(told[0].axes, told[0].ranks_per_machine)
+    groups = [
+        group
+        for report in told
+        for group in report.groups
+        if all(0 <= first <= last < layout.world_size for first, last in group.spans)
+    ]
+    return judge_hang(groups, layout)
+
+
+def _makes_sense(report: StackReport) -> bool:
+    sizes = [size for _, size in report.axes]
+    names = {axis for axis, _ in report.axes}
+    return (
+        len(names) == len(sizes) > 0
+        and min(sizes) >= 1
+        and prod(sizes) <= RANKS_MAX
+        and report.ranks_per_machine >= 1
+    )
 
 
 def judge_hang(groups: Sequence[StackGroup], topology: Topology) -> StackFinding:
@@ -279,7 +311,7 @@ def _outliers(case: _Case) -> StackFinding | None:
 
 
 def _where(group: StackGroup) -> str:
-    return group.frames[0] if group.frames else "code without a Python stack"
+    return " called by ".join(group.frames[:2]) or "code without a Python stack"
 
 
 def _pids_if_alone(group: StackGroup) -> tuple[int, ...]:

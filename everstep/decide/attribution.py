@@ -299,6 +299,22 @@ def _stuck_after_error(evidence: Evidence) -> Finding | None:
     return _fault_finding(evidence, kind, mine, sure=False)
 
 
+def _hang_by_stacks(evidence: Evidence) -> Finding | None:
+    """Where the stacks lead. The group's machines are named, but a stack makes none a suspect."""
+    found = evidence.stacks
+    if found is None or not evidence.hang_seen or not found.outliers:
+        return None
+    odd = frozenset(c.rank for c in found.culprits) or frozenset(found.outliers)
+    where = f"; their {found.axis} group: {named_machines(evidence.stack_machines)}"
+    return replace(
+        _hang(
+            f"{found.reason}{where if found.axis else ''} ({found.rule})",
+            ranks=[r for r in evidence.ranks if r.rank in odd],
+        ),
+        action=Action.OVER_EVICT_GROUP if found.axis else None,
+    )
+
+
 def _hang_with_culprit(evidence: Evidence) -> Finding | None:
     if not evidence.hang_seen:
         return None
@@ -424,6 +440,11 @@ RULES: tuple[Rule, ...] = (
         "loss_spike",
         "loss or gradient norm far above its baseline, and no rank failed",
         machine_rules.loss_spike,
+    ),
+    Rule(
+        "hang_by_stacks",
+        "no progress, and stacks lead to few ranks (`docs/diagnose-stacks.md` names the rule)",
+        _hang_by_stacks,
     ),
     Rule(
         "hang_with_culprit",

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from everstep.decide.aggregation import judge_reports
 from everstep.decide.faults import (
     WITNESS_CLASSES,
     FaultKind,
@@ -20,6 +21,7 @@ from everstep.decide.faults import (
 )
 from everstep.decide.machine_faults import MachineFault, faults_of
 from everstep.decide.reports import MachineReport, RankReport, Trigger
+from everstep.decide.stack_report import StackFinding
 from everstep.decide.words import LogClass, RankState
 
 NAMES_SHOWN_MAX = 8
@@ -53,6 +55,10 @@ class Evidence:
     stalled: tuple[int, ...]
     finished: tuple[RankReport, ...]
     """Ranks that ended with 0 by themselves."""
+    stacks: StackFinding | None
+    """What the stacks of all machines say together; None: none were taken."""
+    stack_machines: tuple[str, ...]
+    """The machines that it leads to: the smallest part of the job that holds the outliers."""
     nonfinite_seen: bool
     nonfinite_step: int | None
     faults: tuple[MachineFault, ...] = ()
@@ -174,6 +180,7 @@ def gather(reports: Sequence[MachineReport], triggers: Sequence[Trigger] = ()) -
     nonfinite = [r.nonfinite_step for r in ranks if r.nonfinite_step is not None]
     nonfinite += [t.step for t in told if t.kind == "nonfinite" and t.step is not None]
     faults = [(r, fault_of(r)) for r in ranks]
+    stacks = judge_reports([m.stacks for m in machines if m.stacks is not None])
     return Evidence(
         ranks=ranks,
         triggers=told,
@@ -196,11 +203,26 @@ def gather(reports: Sequence[MachineReport], triggers: Sequence[Trigger] = ()) -
             and not ended_badly(r)
             and r.exit_code == 0
         ),
+        stacks=stacks,
+        stack_machines=_machines_at(stacks, machines),
         nonfinite_seen=bool(nonfinite) or any(t.kind == "nonfinite" for t in told),
         nonfinite_step=min(nonfinite, default=None),
         faults=faults_of(machines, told),
         healthy_probes={m.machine_id: m.healthy_probes for m in machines if m.healthy_probes},
     )
+
+
+def _machines_at(found: StackFinding | None, machines: Sequence[MachineReport]) -> tuple[str, ...]:
+    """Names of machines that a finding has by their index in the run."""
+    if found is None:
+        return ()
+    names = {
+        r.rank // m.stacks.ranks_per_machine: m.machine_id
+        for m in machines
+        if m.stacks is not None and m.stacks.ranks_per_machine > 0
+        for r in m.ranks
+    }
+    return tuple(names[index] for index in found.machines if index in names)
 
 
 def all_succeeded(reports: Sequence[MachineReport], world_size: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from everstep.decide.diagnosis.types import TailFinding
 from everstep.decide.observation import Observation
+from everstep.decide.stack_report import StackReport
 from everstep.decide.words import Action, Cause, Confidence, LogClass, RankState, Side, Symptom
 
 
@@ -78,6 +79,8 @@ class MachineReport:
     """What the machine's probes saw and was not healthy, newest trouble first; bounded."""
     healthy_probes: tuple[str, ...] = ()
     """Probes that had looked and found everything well: what is ruled out about the machine."""
+    stacks: StackReport | None = None
+    """What its processes were doing when a run that made no progress was stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

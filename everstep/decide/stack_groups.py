@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.decide.stack_report import (
     MissedStacks,
     ProcessRole,
     StackGroup,
+    StackReport,
     StackSource,
     Wait,
     spans_of,
@@ -21,6 +22,8 @@ from everstep.decide.stack_waits import helper_waits_for, waits_for
 from everstep.decide.stacks import Frame, fingerprint, shown, steady, without_lines
 
 PIDS_SHOWN_MAX = 8
+COMPACT_FRAMES_MAX = 8
+COMPACT_GROUPS_MAX = 24
 GROUPS_MAX = 64
 _WITNESS = frozenset({Wait.PEERS, Wait.DEVICE})
 
@@ -85,6 +88,18 @@ def group_stacks(
         for group in groups[GROUPS_MAX:]
     ]
     return tuple(groups[:GROUPS_MAX]), merge_missed(missed)
+
+
+def compact(report: StackReport) -> StackReport:
+    """A report as it travels with a machine's evidence: innermost frames of the main groups."""
+    return replace(
+        report,
+        groups=tuple(
+            replace(group, frames=group.frames[:COMPACT_FRAMES_MAX])
+            for group in report.groups[:COMPACT_GROUPS_MAX]
+        ),
+        missed=report.missed[:COMPACT_GROUPS_MAX],
+    )
 
 
 def _settled(stack: ProcessStack, *, lines: bool) -> tuple[tuple[Frame, ...], Wait, bool]:

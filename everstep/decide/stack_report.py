@@ -102,6 +102,9 @@ class StackReport:
     processes: int = 0
     """Found; what is above the limit, or came too late, is among the missed ones."""
     took_s: float = 0.0
+    axes: tuple[tuple[str, int], ...] = ()
+    """Parallel axes of the run and their sizes, in the order of its ranks."""
+    ranks_per_machine: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class Topology:
         for place, (axis, size) in enumerate(self.axes):
             if size == 1:
                 continue
-            for group in {self.group(axis, rank) for rank in here}:
+            for group in sorted({self.group(axis, rank) for rank in here}):
                 machines = self.machines_of(group)
                 key = (len(machines), size, place)
                 better = best is None or key < best

@@ -115,6 +115,11 @@ class RunFolder:
         """Where the rank writes its stack when it is asked by signal."""
         return self.path / "stacks" / f"rank-{rank}.txt"
 
+    @property
+    def stacks_taken(self) -> Path:
+        """The stacks that were taken before the run was torn down."""
+        return self.path / "stacks.json"
+
     def error(self, rank: int) -> Path:
         """``TORCHELASTIC_ERROR_FILE`` of the rank."""
         return self.path / "error" / f"rank-{rank}.json"

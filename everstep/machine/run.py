@@ -22,6 +22,8 @@ from everstep.machine.proc import Scope, boot_id
 from everstep.machine.processes import RESOLVE_MAX_S, Listener, RunProcesses
 from everstep.machine.reporter import REASON_MAX, Emit, Reporter
 from everstep.machine.senses import Senses
+from everstep.machine.stacks.evidence import StackEvidence
+from everstep.machine.stacks.of_run import stack_target
 from everstep.machine.teardown import Teardown
 from everstep.spec.agent_api import EventKind
 
@@ -51,6 +53,7 @@ class Run:
         )
         self.monitor: RunMonitor
         self._senses = Senses(folder, record)
+        self.stacks = StackEvidence(folder.stacks_taken)
         self.logs = {rank: RankLog(folder.log(rank), folder.error(rank)) for rank in record.ranks}
         self._settle_timer: asyncio.TimerHandle | None = None
         self._teardown: Teardown | None = None
@@ -338,6 +341,8 @@ class Run:
         self, reason: str, *, planned: bool, grace_s: float, kill_wait_s: float
     ) -> None:
         self._note_stopping(reason, planned=planned)
+        if self.stacks.wanted(self.facts.stopping):
+            await self.stacks.take(stack_target(self))
         self._teardown = Teardown(
             self.scope,
             self.processes.handles,

@@ -116,6 +116,8 @@ class RunPlan(StrictModel):
     """Index of this machine in the run; its ranks are group_rank*ranks_per_machine + local."""
     master_addr: str
     master_port: int
+    axes: tuple[tuple[str, int], ...] = ()
+    """Parallel axes and their sizes, in the order of ranks; empty: all ranks are replicas."""
     start_reason: str
     """Why this run started ("launch", "reattempt", "evict", "resume"): EVERSTEP_START_REASON."""
     restore: RestorePointPlan | None = None

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from everstep.decide.faults import is_witness
 from everstep.decide.reports import MachineReport, RankReport, Seen
+from everstep.decide.stack_report import StackReport
 from everstep.decide.words import Action
 
 _REPORT = TypeAdapter(MachineReport)
@@ -40,6 +41,8 @@ class Cut:
     """A machine of which no rank would be left keeps the one that ended first."""
     observation: Callable[[Seen], Seen | None] = lambda seen: seen
     """What a probe saw, without it; None: left out."""
+    stacks: Callable[[StackReport], StackReport | None] = lambda stacks: stacks
+    """The stacks without it; None: left out."""
 
     def applied(self, report: MachineReport) -> MachineReport:
         """A machine's report without it."""
@@ -47,13 +50,20 @@ class Cut:
         if self.one_stays and report.ranks and not ranks:
             ranks = (max(report.ranks, key=lambda r: (r.exited_ago_s or 0.0, -r.rank)),)
         seen = tuple(s for one in report.observations if (s := self.observation(one)) is not None)
-        return replace(report, ranks=ranks, observations=seen)
+        stacks = report.stacks and self.stacks(report.stacks)
+        return replace(report, ranks=ranks, observations=seen, stacks=stacks)
 
 
 def _silent(rank: RankReport) -> RankReport:
     found = rank.log_finding
     bare = None if found is None else replace(found, why="", evidence=())
     return replace(rank, log_lines=(), log_finding=bare)
+
+
+def _frameless(stacks: StackReport) -> StackReport:
+    """Judging needs no more than what a stack waits for and where it is."""
+    groups = tuple(replace(group, frames=group.frames[:2]) for group in stacks.groups)
+    return replace(stacks, groups=groups)
 
 
 def _figureless(seen: Seen) -> Seen:
@@ -69,6 +79,8 @@ FIGURES = Cut("figures of what probes saw", lambda rank: rank, observation=_figu
 SMALL_OBSERVATIONS = Cut(
     "what probes saw and calls for no eviction", lambda rank: rank, observation=_telling
 )
+FRAMES = Cut("all but the innermost frames of stacks", lambda rank: rank, stacks=_frameless)
+STACKS = Cut("stacks", lambda rank: rank, stacks=lambda _: None)
 STOPPED_LINES = Cut("log lines of stopped ranks", lambda r: _silent(r) if r.stopped_by_us else r)
 WITNESS_LINES = Cut(
     "log lines of ranks that only lost their peers", lambda r: _silent(r) if is_witness(r) else r
@@ -91,15 +103,26 @@ MOST_RANKS = Cut("all ranks but one of a machine", lambda _: None, one_stays=Tru
 FACTS_FIRST = (
     STOPPED_LINES,
     WITNESS_LINES,
+    FRAMES,
     OLDER_LINES,
     FIGURES,
     LINES,
     SMALL_OBSERVATIONS,
+    STACKS,
     MOST_STOPPED,
     MOST_WITNESSES,
     MOST_RANKS,
 )
-LINES_FIRST = (STOPPED_LINES, STOPPED_RANKS, OLDER_LINES, FIGURES, LINES, SMALL_OBSERVATIONS)
+LINES_FIRST = (
+    STOPPED_LINES,
+    STOPPED_RANKS,
+    FRAMES,
+    OLDER_LINES,
+    FIGURES,
+    STACKS,
+    LINES,
+    SMALL_OBSERVATIONS,
+)
 
 
 def within(

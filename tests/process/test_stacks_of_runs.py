@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from everstep.decide.attribution import attribute
 from everstep.decide.stack_report import ProcessRole, StackGroup, StackReport, StackSource, ranks_of
+from everstep.decide.words import Symptom
 from everstep.machine.stacks import CaptureLimits, capture
 from everstep.machine.stacks.of_run import capture_run, stack_target
 from everstep.machine.stacks.py_spy import find_py_spy, not_permitted
+from everstep.spec.agent_api import EventKind
 from tests.process.runs_world import Machine, is_alive, until
 
 LIMITS = CaptureLimits(total_s=20.0, process_s=5.0, gap_s=0.0)
@@ -224,6 +227,53 @@ async def test_no_more_processes_than_the_limit_are_looked_at(machine: Machine) 
     assert sum(g.processes for g in report.groups) == 2
     assert [(m.reason, m.processes) for m in report.missed] == [("more than 2 processes", 1)]
     assert report.processes == 3
+
+
+HANGS = """
+import everstep_trainer
+session = everstep_trainer.attach()
+
+def all_reduce():
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+
+def read_shard():
+    wait("go")
+
+for step in range(30):
+    time.sleep(0.02)
+    session.step(step)
+read_shard() if rank == 1 else all_reduce()
+"""
+
+
+async def test_a_hang_is_told_with_the_stacks_of_before_the_teardown(machine: Machine) -> None:
+    await machine.start(HANGS, ranks=4, axes=(("dp", 4),))
+    for rank in range(4):
+        await machine.event(EventKind.RANK_STALLED, rank)
+    report = await machine.stop()
+    assert report.teardown_clean
+    assert report.stacks is not None
+    assert (report.stacks.axes, report.stacks.ranks_per_machine) == ((("dp", 4),), 4)
+    finding = attribute([report])
+    assert (finding.symptom, finding.rule) == (Symptom.HANG, "hang_by_stacks")
+    assert finding.culprit_ranks == (1,)
+    assert "read_shard" in finding.reason
+    assert "stack_outside_collective" in finding.reason
+    assert finding.suspects == (), "a stack says where a rank is, and not that its machine is bad"
+    await machine.restart()
+    assert machine.state().report.stacks == report.stacks, "the next agent knows it too"
+
+
+async def test_a_stop_that_is_planned_or_without_a_hang_is_not_kept_waiting(
+    machine: Machine,
+) -> None:
+    pids = await machine.start(ATTACHED)
+    await ready(machine, pids)
+    assert (await machine.stop()).stacks is None
+    await machine.start(HANGS, generation=2)
+    await machine.event(EventKind.RANK_STALLED, 0)
+    assert (await machine.stop(generation=2, planned=True)).stacks is None
 
 
 async def test_a_run_that_is_over_has_no_stacks(machine: Machine) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.decide.aggregation import judge_hang, merge
+from everstep.decide.aggregation import judge_hang, judge_reports, merge
 from everstep.decide.fail_slow import flagged, judge_slow
 from everstep.decide.stack_report import (
     MissedStacks,
@@ -198,6 +198,45 @@ def test_what_is_unknown_is_never_an_outlier() -> None:
 def test_ranks_that_the_run_does_not_have_do_not_matter() -> None:
     finding = judge_hang([group(REDUCE, range(8)), group(ELSEWHERE, [99])], REPLICAS)
     assert finding.rule == "stack_alike"
+
+
+def test_what_machines_send_together_is_judged_by_their_own_layout() -> None:
+    reports = [
+        StackReport(
+            machine_id=f"m{machine}",
+            groups=(group(ELSEWHERE if machine == 3 else REDUCE, REPLICAS.ranks_of(machine)),),
+            axes=REPLICAS.axes,
+            ranks_per_machine=2,
+        )
+        for machine in range(4)
+    ]
+    finding = judge_reports(reports)
+    assert finding is not None
+    assert ([c.rank for c in finding.culprits], finding.machines) == ([6, 7], (3,))
+    assert judge_reports([]) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axes": ()},
+        {"axes": (("dp", 0),)},
+        {"axes": (("dp", 2), ("dp", 2))},
+        {"axes": (("dp", 10**9),)},
+        {"ranks_per_machine": 0},
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_not_judged(changes: dict[str, Any]) -> None:
+    report = StackReport(machine_id="m1", groups=(group(REDUCE, [0]),), axes=REPLICAS.axes)
+    assert judge_reports([replace(report, **changes)]) is None
+
+
+def test_spans_that_no_run_has_are_passed_over() -> None:
+    endless = replace(group(ELSEWHERE, [0]), spans=((0, 10**12),))
+    report = StackReport(machine_id="m1", groups=(endless,), axes=REPLICAS.axes)
+    finding = judge_reports([report])
+    assert finding is not None
+    assert finding.rule == "stack_unknown"
 
 
 # --- properties

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -23,7 +24,15 @@ from everstep.decide.attribution import (
 )
 from everstep.decide.evidence import all_succeeded
 from everstep.decide.faults import FAULTS, fault_of, is_witness
-from everstep.decide.words import Cause, Confidence, LogClass, RankState, Side, Symptom
+from everstep.decide.stack_report import (
+    ProcessRole,
+    StackGroup,
+    StackReport,
+    StackSource,
+    Wait,
+    spans_of,
+)
+from everstep.decide.words import Action, Cause, Confidence, LogClass, RankState, Side, Symptom
 
 KILL, SEGV, ABRT, TERM = 9, 11, 6, 15
 ERROR = ("  File 'train.py'", "ValueError: bad batch")
@@ -58,6 +67,42 @@ def _machines(*ranks: RankReport, **machines: Any) -> list[MachineReport]:
         more = machines.get(name.replace("-", "_"), {})
         mine = tuple(r for r in ranks if r.machine_id == name)
         out.append(MachineReport(**{"machine_id": name, "reachable": True, "ranks": mine, **more}))
+    return out
+
+
+def _with_stacks(
+    reports: list[MachineReport],
+    elsewhere: Sequence[int],
+    axes: tuple[tuple[str, int], ...] | None = None,
+) -> list[MachineReport]:
+    """Machines that also tell where their ranks stood: in a collective, or elsewhere."""
+    ranks = {r.rank for report in reports for r in report.ranks}
+    out = []
+    for report in reports:
+        mine = {r.rank for r in report.ranks}
+        groups = tuple(
+            StackGroup(
+                role=ProcessRole.RANK,
+                fingerprint=place,
+                frames=(f"{place} (train.py:3)",),
+                source=StackSource.PY_SPY,
+                waits_for=wait,
+                spans=spans_of(those),
+                processes=len(those),
+            )
+            for place, wait, those in (
+                ("all_reduce", Wait.PEERS, mine - set(elsewhere)),
+                ("read", Wait.NOTHING, mine & set(elsewhere)),
+            )
+            if those
+        )
+        stacks = StackReport(
+            machine_id=report.machine_id,
+            groups=groups,
+            axes=axes or (("dp", len(ranks)),),
+            ranks_per_machine=2,
+        )
+        out.append(replace(report, stacks=stacks))
     return out
 
 
@@ -255,6 +300,36 @@ STORIES: dict[str, tuple[list[MachineReport], list[Trigger], dict[str, Any]]] = 
         _machines(*(_witness(r, LogClass.COLLECTIVE_TIMEOUT, signal=ABRT) for r in range(4))),
         [],
         {"rule": "hang_without_culprit", "symptom": Symptom.HANG, "culprit_ranks": ()},
+    ),
+    "stacks of a hang lead to one rank": (
+        _with_stacks(_machines(*(_rank(r, stalled_for_s=5.0) for r in range(4)), _rank(4)), (2,)),
+        [],
+        {"rule": "hang_by_stacks", "culprit_ranks": (2,), "suspects": (), "action": None},
+    ),
+    "stacks of a hang lead to one pipeline": (
+        _with_stacks(
+            _machines(*(_rank(r, stalled_for_s=5.0) for r in range(12))),
+            (4, 5, 6, 7),
+            (("tp", 2), ("pp", 2), ("dp", 3)),
+        ),
+        [],
+        {
+            "rule": "hang_by_stacks",
+            "culprit_ranks": (4, 5, 6, 7),
+            "suspects": (),
+            "action": Action.OVER_EVICT_GROUP,
+            "confidence": Confidence.LOW,
+        },
+    ),
+    "stacks of a hang are all alike, and so are the ranks": (
+        _with_stacks(_machines(*(_rank(r, stalled_for_s=5.0) for r in range(4))), ()),
+        [],
+        {"rule": "hang_without_culprit", "culprit_ranks": ()},
+    ),
+    "stacks say who stood where, and a rank had failed": (
+        _with_stacks(_machines(_raised(0), _rank(1, stalled_for_s=5.0), _rank(2)), (1,)),
+        [],
+        {"rule": "python_exception", "culprit_ranks": (0,)},
     ),
     "a rank is behind the others": (
         _machines(*(_rank(r, stalled_for_s=5.0, step=7 if r else 6) for r in range(4))),

@@ -47,6 +47,8 @@ class StackTarget:
     """Pids that the trainer library has reported."""
     stack_files: Mapping[int, Path] = field(default_factory=dict)
     """Where each rank writes when it is asked for its stack."""
+    axes: tuple[tuple[str, int], ...] = ()
+    ranks_per_machine: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,8 @@ class _Capture:
             missed=merge_missed([*self._missed.values(), *above, *lost]),
             processes=processes,
             took_s=round(time.monotonic() - self._began, 3),
+            axes=self._target.axes,
+            ranks_per_machine=self._target.ranks_per_machine,
         )
 
     async def _look_at(self, members: Sequence[Member | None]) -> list[ProcessStack | None]:
