@@ -20,7 +20,7 @@ from everstep.decide.words import JobPhase
 from everstep.demo.stage import Stage
 from everstep.errors import EverstepError
 from everstep.ledger import IncidentDetail, Ledger, MachineState
-from everstep.machine.client import AgentClient
+from everstep.machine.client import AgentClient, AgentUnreachable
 from everstep.secrets import Secrets
 from tests.support import judge
 from tests.support.counting import POLICY
@@ -58,6 +58,26 @@ class Fleet:
         fresh.replace(path)
         return path
 
+    async def looked(self, machine_id: str) -> None:
+        """Wait until a machine's probes have looked once more: what follows is news to them."""
+        check = self.check_says(machine_id, "looked", verdict="unknown", reason="once")
+        up = self.world.embedded.addresses
+        token = Secrets.load(up.secrets).controller
+        async with contextlib.aclosing(
+            AgentClient(up.agents[machine_id], token, machine_id=machine_id)
+        ) as agent:
+            for gone in (False, True):
+
+                async def seen(gone: bool = gone) -> bool:
+                    info = await agent.info()
+                    return gone != any(
+                        s.observation.target == "looked" and s.cleared_ago_s is None
+                        for s in info.observations
+                    )
+
+                await until("a look of the probes", seen)
+                check.unlink(missing_ok=True)
+
     async def well(self) -> None:
         """Wait until no probe of any machine sees anything any more."""
         up = self.world.embedded.addresses
@@ -68,7 +88,10 @@ class Fleet:
                 async with contextlib.aclosing(
                     AgentClient(url, token, machine_id=machine_id)
                 ) as agent:
-                    info = await agent.info()
+                    try:
+                        info = await agent.info()
+                    except AgentUnreachable:
+                        return False  # it is being started again
                 if any(seen.cleared_ago_s is None for seen in info.observations):
                     return False
             return True
@@ -192,6 +215,6 @@ async def fleet(tmp_path_factory: Any) -> AsyncIterator[Fleet]:
         path.touch()
     flags = {name: ("--kernel-log", str(path)) for name, path in logs.items()}
     async with running(
-        folder, machines=MACHINES, policy=policy, probes="kernel_log", agent_flags=flags
+        folder, machines=MACHINES, policy=policy, probes="kernel_log,oom", agent_flags=flags
     ) as world:
         yield Fleet(world, logs)
