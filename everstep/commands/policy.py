@@ -22,25 +22,29 @@ def add_to(app: typer.Typer) -> None:
 
 @group.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="Policy file.", metavar="FILE")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Policy, kernel catalogue or log signatures; default: all that is used here.",
+            metavar="FILE",
+        ),
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say whether a policy file would be accepted, and every problem in it."""
-    from everstep.spec.load import SpecError, load_policy
+    """Say whether files that an operator edits would be accepted, and every problem in them."""
+    from everstep.spec.checking import check_all, check_file
 
-    try:
-        loaded = load_policy(file)
-    except SpecError as error:
-        if not file.exists():
-            raise
-        problems = list(error.lines)
-        if output is Output.JSON:
-            emit(output, {"file": str(file), "ok": False, "problems": problems}, "")
-        for problem in problems:
+    results = check_all() if file is None else [check_file(file)]
+    data = [result.as_data() for result in results]
+    if output is Output.JSON:
+        emit(output, data[0] if file is not None else data, "")
+    for result in results:
+        for problem in result.problems:
             sys.stderr.write(f"error: {problem}\n")
-        raise typer.Exit(1) from None
-    data = {"file": str(file), "ok": True, "hash": loaded.hash, "problems": []}
-    emit(output, data, f"{file}: fine (policy {loaded.hash})")
+    if any(result.problems for result in results):
+        raise typer.Exit(1)
+    if output is not Output.JSON:
+        emit(output, data, "\n".join(result.fine() for result in results))
 
 
 @group.command()

@@ -24,11 +24,11 @@ from everstep.decide.diagnosis.types import LogLine, LogSource
 from everstep.logfiles.find import LogFile
 from everstep.logfiles.scan import EXTRA_TEXTS, Scanner
 
-BLOCK_BYTES = 1 << 20
-LINE_BYTES_MAX = 8_192
+BLOCK_BYTES = 1 << 18
+LINE_BYTES_MAX = 3_900
 """A longer line is kept around the place that was found."""
 HEAD_LINES = 20
-TAIL_LINES = 100
+TAIL_LINES = 80
 TAIL_BYTES_MAX = 64 * 1024
 BEFORE_LINES = 3
 AFTER_LINES = 3
@@ -37,7 +37,7 @@ KEPT_LINES_MAX = 6_000
 FOUND_OF_ONE_TEXT_MAX = 300
 TRIED_IN_VAIN_MAX = 1_000
 """A text that stood in so many lines of a file and was evidence in none is ordinary there."""
-_BINARY_SHARE_MAX = 0.30
+_BINARY_SHARE_MAX = 0.05
 _STRANGE = bytes([*range(9), *range(14, 27)])
 _GZIP = b"\x1f\x8b"
 _TRACEBACK = "traceback (most recent call last)"
@@ -143,10 +143,31 @@ class _Keeper:
     def lines(self) -> tuple[LogLine, ...]:
         """What was kept, in order."""
         out = dict(self._kept)
-        for first, block in self._last:
-            for number, raw in _end_of(first, block):
+        wanted, after = TAIL_LINES, self.count
+        for first, block in reversed(self._last):
+            end = _end_of(block, wanted)
+            for number, raw in enumerate(end, after - len(end) + 1):
                 out.setdefault(number, _text(raw))
-        return tuple(LogLine(number, out[number]) for number in sorted(out))
+            wanted, after = wanted - len(end), first - 1
+            if wanted <= 0:
+                break
+        numbers = sorted(out)
+        speaking = self._speaking([out[number] for number in numbers])
+        return tuple(
+            LogLine(number, out[number], position not in speaking)
+            for position, number in enumerate(numbers)
+        )
+
+    def _speaking(self, texts: list[str]) -> set[int]:
+        """Which of these lines hold a text that any rule goes by."""
+        whole = "\n".join(text.replace("\n", " ") for text in texts).encode()
+        lines: set[int] = set()
+        line = at = 0
+        for offset, _ in self._scanner.places(whole):
+            line += whole.count(b"\n", at, offset)
+            at = max(at, offset)
+            lines.add(line)
+        return lines
 
     def _head(self, block: bytes) -> None:
         for number, raw in enumerate(block.split(b"\n", HEAD_LINES)[:HEAD_LINES], 1):
@@ -179,7 +200,7 @@ class _Keeper:
                 done = end
                 after = AFTER_TRACEBACK_LINES if name == _TRACEBACK else AFTER_LINES
                 self._around(block, start, end, number, after)
-                self._keep(number, raw)
+                self._kept[number] = _text(raw)
 
     def _tired_of(self, text: int) -> bool:
         return (
@@ -207,16 +228,13 @@ class _Keeper:
             self._kept.setdefault(number, _text(raw[:LINE_BYTES_MAX]))
 
 
-def _end_of(first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
-    """The last lines of a block, with their numbers."""
-    end = block[:-1] if block.endswith(b"\n") else block
-    last = end[-TAIL_BYTES_MAX:].split(b"\n")
-    if len(end) > TAIL_BYTES_MAX and len(last) > 1:
+def _end_of(block: bytes, wanted: int) -> list[bytes]:
+    """The last lines of a block."""
+    end = block.removesuffix(b"\n") if len(block) <= TAIL_BYTES_MAX else block[-TAIL_BYTES_MAX:]
+    last = end.removesuffix(b"\n").split(b"\n")
+    if len(block) > TAIL_BYTES_MAX and len(last) > 1:
         last = last[1:]  # cut at its beginning
-    last = last[-TAIL_LINES:]
-    number = first + end.count(b"\n") - len(last) + 1
-    for ahead, raw in enumerate(last):
-        yield number + ahead, raw[:LINE_BYTES_MAX]
+    return [raw[:LINE_BYTES_MAX] for raw in last[-wanted:]]
 
 
 def _window(block: bytes, start: int, end: int, offset: int) -> bytes:

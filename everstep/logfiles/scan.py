@@ -23,8 +23,19 @@ EXTRA_TEXTS = (
     "fatal python error",
     "*** process received signal",
     "segmentation fault",
-    "return code = -",
-    "loading checkpoint shards",
+    "killed",
+    "aborted",
+    "bus error",
+    "illegal instruction",
+    "terminated",
+    "segfault",
+    "exit code",
+    "exitcode",
+    "exit status",
+    "return code",
+    "with code",
+    "with signal",
+    "on signal",
 )
 """Texts that rules beside the catalogue go by: tracebacks and how processes ended."""
 

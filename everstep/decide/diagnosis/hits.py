@@ -72,6 +72,8 @@ class Item:
     mentioned: int | None
     segment: int
     """Changes where lines were left out."""
+    plain: bool = False
+    """It is known to hold no text of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def items_of(source: LogSource, index: int) -> list[Item]:
                 parsed.machine or source.machine,
                 parsed.mentioned,
                 segment,
+                line.plain,
             )
         )
     return out
@@ -155,7 +158,7 @@ def _stream_hits(catalogue: Catalogue, stream: Sequence[Item]) -> list[Hit]:
     for position, item in enumerate(stream):
         if position in quoted or position in raised or position in inside or not item.text.strip():
             continue
-        signature = catalogue.match(item.text)
+        signature = None if item.plain else catalogue.match(item.text)
         if signature is not None:
             hits.append(_hit(item, signature))
         elif BARE_EXCEPTION.match(item.text):
@@ -216,7 +219,7 @@ def _message(stream: Sequence[Item], traceback: Traceback) -> list[Item]:
 
 def _survivals(hits: Sequence[Hit], items: Sequence[Item]) -> list[Hit]:
     """Mark what a process went on after."""
-    progress = [item for item in items if is_progress(item.text)]
+    progress = [item for item in items if is_progress(item.text)] if hits else []
     out: list[Hit] = []
     for hit in hits:
         after = 0

@@ -96,7 +96,7 @@ _CODE = re.compile(
 
 def ends_of(items: Sequence[Item]) -> list[End]:
     """All ends that one source reports, in order."""
-    return [*_blocks(items), *(end for item in items for end in _line_ends(item))]
+    return [*_blocks(items), *(end for item in items if not item.plain for end in _line_ends(item))]
 
 
 class _Block:

@@ -24,6 +24,9 @@ _PREFIXES = (
     re.compile(r"^\((?:\w+) pid=\d+(?:, ip=(?P<machine>[\w.:-]+))?\)\s?"),
     re.compile(r"^(?P<machine>[a-zA-Z][\w.-]*-?\d+): (?=\[rank|\s{2}File|Traceback|\S)"),
 )
+_BEGINS = frozenset("[( 0123456789")
+_NAMED = _PREFIXES[-1:]
+"""The only prefix that begins with a letter."""
 _HOST_IN_NCCL = re.compile(r"^(?P<machine>[\w.-]+):\d+:\d+ \[-?\d+\]")
 _HOST_IN_SYSLOG = re.compile(r"^[A-Z][a-z]{2}\s+\d+ \d\d:\d\d:\d\d (?P<machine>[\w.-]+) kernel:")
 _MENTION = re.compile(
@@ -54,7 +57,8 @@ def parse(raw: str) -> Parsed:
     rank: int | None = None
     machine: str | None = None
     for _ in range(3):
-        found = next((m for p in _PREFIXES if (m := p.match(text)) is not None), None)
+        likely = _PREFIXES if text[:1] in _BEGINS else _NAMED
+        found = next((m for p in likely if (m := p.match(text)) is not None), None)
         if found is None:
             break
         groups = found.groupdict()

@@ -67,6 +67,8 @@ class LogLine:
     number: int
     """From 1."""
     text: str
+    plain: bool = False
+    """A scan has looked for all texts that rules go by, and none is in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
