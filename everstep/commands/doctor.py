@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from everstep.decide.observation import Observation
-    from everstep.machine.probes.runner import Look
+    from everstep.machine.probes.once import Look
 
 EXIT_FAULTY = 1
 PAST_S = 24 * 3600.0
@@ -55,7 +55,7 @@ def doctor(
 
     from everstep.errors import ConfigurationProblem
     from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
-    from everstep.machine.probes.runner import run_once
+    from everstep.machine.probes.once import run_once
     from everstep.spec.load import load_policy
 
     thresholds = load_policy(policy).policy.probes

@@ -104,7 +104,7 @@ def load_policy(path: Path | None, *, environ: Mapping[str, str] = os.environ) -
     packaged = packaged_config() / POLICY_FILE
     if found.resolve() == packaged.resolve():
         return policy_from_text(text, f"{found} (default)", base={}, name=str(found))
-    base = _mapping(read_text(packaged), str(packaged), "")
+    base = _mapping(read_text(packaged), str(packaged), "", remember=True)
     return policy_from_text(text, str(found), base=base)
 
 
@@ -123,10 +123,10 @@ def policy_from_text(
         SpecError: with every problem that was found, one line each.
     """
     shown = name or source
-    data = _mapping(text, shown, "keys like `detection:` and `ladder:` are needed")
+    data = _mapping(text, shown, "keys like `detection:` and `ladder:` are needed", remember=True)
     if base is None:
         packaged = packaged_config() / POLICY_FILE
-        base = _mapping(read_text(packaged), str(packaged), "")
+        base = _mapping(read_text(packaged), str(packaged), "", remember=True)
     locate = locator(text)
     wrong = [
         replace(problem, source=shown, line=locate(loc)) for problem, loc in overlay_locs(data)
@@ -178,8 +178,8 @@ def read_text(path: Path) -> str:
         _refuse(shown, "bytes that are not UTF-8 text", "a YAML or JSON file is needed")
 
 
-def _mapping(text: str, source: str, hint: str) -> dict[str, Any]:
-    data = plain_data(text, source)
+def _mapping(text: str, source: str, hint: str, *, remember: bool = False) -> dict[str, Any]:
+    data = plain_data(text, source, remember=remember)
     if data is None:
         _refuse(source, "an empty file", hint)
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""What large YAML files said when they were last read: the catalogues take half a second to parse.
+"""What large YAML files said when they were last read: a catalogue takes half a second to parse.
 
 A command that starts in a moment cannot spend that each time. Kept as JSON under the hash of the
 text, in this user's own cache folder; whatever is wrong there only costs the parsing. Not here:
@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WORTH_BYTES = 16 * 1024
+WORTH_BYTES = 4 * 1024
 """Smaller texts are parsed faster than anybody notices."""
 FORMAT = 1
 """Part of the name: raised when the same text would be read otherwise."""
-KEPT_MAX = 8
+KEPT_MAX = 16
 _BYTES_MAX = 4 * 1024 * 1024
 
 

@@ -43,8 +43,8 @@ def plain_data(text: str, source: str | None = None, *, remember: bool = False) 
     Args:
         text: YAML or JSON.
         source: names it in errors.
-        remember: keep what a large text says for the next time (``yaml_cache``); for catalogues,
-            which hold no secrets, and never for job specs, which may.
+        remember: keep what a large text says for the next time (``yaml_cache``); for catalogues
+            and policies, which hold no secrets, and never for job specs, which may.
 
     Raises:
         SpecError: with one problem, naming its line.

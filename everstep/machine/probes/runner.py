@@ -12,21 +12,28 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import structlog
 
 from everstep.decide.observation import Observation
-from everstep.decide.words import Verdict
 from everstep.machine.probes.base import Probe
 from everstep.machine.probes.board import RULE_FAILED, RULE_STUCK, Change, ProbeBoard
+from everstep.machine.probes.once import (
+    Explains,
+    Look,
+    close_probe,
+    look_at,
+    run_once,
+    stuck_reason,
+    unknown_probe,
+)
 
 __all__ = ["Explains", "Look", "LookCount", "ProbeRunner", "Urgent", "run_once"]
 
 STOP_MAX_S = 0.8
 """How long a stop waits for looks under way; a stuck one is left behind in its daemon thread."""
-ERROR_CHARS_MAX = 200
 
 log = structlog.get_logger(__name__)
 
@@ -37,19 +44,6 @@ class Urgent(Protocol):
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when a look now would find something new."""
-        ...
-
-
-@runtime_checkable
-class Explains(Protocol):
-    """A probe that says what it did not look at; for ``doctor``, after a look."""
-
-    def not_here(self) -> Mapping[str, str]:
-        """What does not exist on this machine, and how that was seen."""
-        ...
-
-    def not_looked_at(self) -> Mapping[str, Sequence[str]]:
-        """By target: what its driver or kernel does not offer."""
         ...
 
 
@@ -65,18 +59,6 @@ class LookCount:
     """Looks that were over their deadline, whether or not they came back later."""
     last_took_s: float = 0.0
     total_took_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One look of one probe, for a person."""
-
-    probe: str
-    observations: Sequence[Observation]
-    """Also when it raised or did not come back: one that is unknown."""
-    took_s: float
-    not_here: Mapping[str, str] = field(default_factory=dict)
-    not_looked_at: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class ProbeRunner:
@@ -190,7 +172,7 @@ class ProbeRunner:
         if isinstance(found, str):
             count.errors += 1
             changes = self._board.failed(worker.name, found, now_s)
-            found = [_unknown(worker.name, RULE_FAILED, found)]
+            found = [unknown_probe(worker.name, RULE_FAILED, found)]
         else:
             count.looks += 1
             changes = self._board.landed(worker.name, found, now_s)
@@ -204,9 +186,9 @@ class ProbeRunner:
             worker.stuck_look = look
             self._looked[worker.name].stuck += 1
         now_s = self._clock()
-        reason = _stuck(now_s - worker.began_s)
+        reason = stuck_reason(now_s - worker.began_s)
         changes = self._board.stuck(worker.name, reason, now_s)
-        self._tell(worker.name, [_unknown(worker.name, RULE_STUCK, reason)], changes)
+        self._tell(worker.name, [unknown_probe(worker.name, RULE_STUCK, reason)], changes)
         worker.timer = self._loop.call_later(self._deadline_s, self._late, worker, look)
 
     def _tell(self, probe: str, found: Sequence[Observation], changes: Sequence[Change]) -> None:
@@ -270,7 +252,7 @@ class _Worker:
                 if not self.stopping:
                     self._wake.wait(pause_s)
         finally:
-            _close(self._probe)
+            close_probe(self._probe)
             self._post(self._set_ended)
 
     def _look_once(self) -> float:
@@ -280,7 +262,7 @@ class _Worker:
         self.began_s = now_s
         self._post(self._runner.began, self, self.look)
         began = time.monotonic()
-        found = _look(self._probe, now_s)
+        found = look_at(self._probe, now_s)
         took_s = time.monotonic() - began
         self.look += 1  # the look that a timer may still ask for is over
         self._post(self._runner.ended, self, found, took_s)
@@ -298,64 +280,3 @@ class _Worker:
                 self._loop.call_soon_threadsafe(call, *args)
             except RuntimeError:  # the loop is closed: nobody wants to know any more
                 self.stopping = True
-
-
-def run_once(
-    probes: Sequence[Probe], deadline_s: float, *, clock: Callable[[], float] = time.monotonic
-) -> list[Look]:
-    """Let every probe look once, side by side, and close it; for ``doctor``.
-
-    Blocks for at most ``deadline_s``; a probe that is not back then is unknown.
-    """
-    results: dict[str, Look] = {}
-    began = time.monotonic()
-
-    def look(probe: Probe) -> None:
-        found = _look(probe, clock())
-        took_s = time.monotonic() - began
-        seen = [_unknown(probe.name, RULE_FAILED, found)] if isinstance(found, str) else found
-        explains = probe if isinstance(probe, Explains) else None
-        results[probe.name] = Look(
-            probe=probe.name,
-            observations=seen,
-            took_s=took_s,
-            not_here=dict(explains.not_here()) if explains else {},
-            not_looked_at=dict(explains.not_looked_at()) if explains else {},
-        )
-        _close(probe)
-
-    threads = [threading.Thread(target=look, args=(probe,), daemon=True) for probe in probes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, began + deadline_s - time.monotonic()))
-    done = dict(results)  # a late one must not slip in between
-    took_s = time.monotonic() - began
-    return [
-        done.get(probe.name)
-        or Look(probe.name, [_unknown(probe.name, RULE_STUCK, _stuck(took_s))], took_s)
-        for probe in probes
-    ]
-
-
-def _look(probe: Probe, now_s: float) -> list[Observation] | str:
-    try:
-        return list(probe.look(now_s))
-    except Exception as error:  # noqa: BLE001 - a probe that fails is an observation
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"the look failed: {text[:ERROR_CHARS_MAX]}"
-
-
-def _close(probe: Probe) -> None:
-    try:
-        probe.close()
-    except Exception:
-        log.exception("a probe could not be closed", probe=probe.name)
-
-
-def _stuck(since_s: float) -> str:
-    return f"the look has not come back for {since_s:.0f} s"
-
-
-def _unknown(probe: str, rule: str, reason: str) -> Observation:
-    return Observation(probe=probe, verdict=Verdict.UNKNOWN, rule=rule, reason=reason)
