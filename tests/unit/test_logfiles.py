@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from everstep.decide.diagnosis.catalogue import Catalogue
 from everstep.decide.diagnosis.flight import dump_of, missing_ranks
 from everstep.decide.diagnosis.prefix import parse
+from everstep.decide.diagnosis.tail import diagnose_tail
 from everstep.decide.diagnosis.types import LogLine, LogSource
 from everstep.decide.diagnosis.verdict import diagnose
 from everstep.logfiles.error_files import read_error_file
@@ -290,6 +291,21 @@ def test_any_bytes_in_a_file_are_read(
     path = tmp_path_factory.mktemp("any") / "job.log"
     path.write_bytes(b"\n".join(parts))
     assert diagnose_files([path], CATALOGUE).verdict.why
+
+
+def test_the_end_of_one_ranks_log_says_what_it_suffered() -> None:
+    own = diagnose_tail(CATALOGUE, [STEP.strip(), ECC], rank=3, exit_code=1)
+    assert own is not None
+    assert (own.symptom, own.role, own.machine_specific) == ("gpu_memory_ecc", "root", True)
+    assert own.evidence == (ECC,)
+    peer = diagnose_tail(CATALOGUE, ["RuntimeError: Connection closed by peer [10.0.0.1]:4"])
+    assert peer is not None
+    assert peer.role == "witness"
+    assert diagnose_tail(CATALOGUE, [STEP.strip()], exit_code=0) is None
+    assert diagnose_tail(CATALOGUE, [], signal=15, stopped_by_us=True) is None
+    killed = diagnose_tail(CATALOGUE, [STEP.strip()], signal=9)
+    assert killed is not None
+    assert (killed.symptom, killed.rule) == ("unknown", "killed")
 
 
 def test_catalogue_problems_name_file_line_and_key() -> None:
