@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.decide.attribution import MachineReport
+from everstep.decide.stack_report import StackReport
 from everstep.machine.api import AgentParts, create_app, own_version
 from everstep.machine.client import new_ssl_context
 from everstep.machine.code import CodeStore
@@ -28,6 +29,7 @@ from everstep.machine.journal import Journal
 from everstep.machine.registration import Registrar
 from everstep.machine.ring import EventRing
 from everstep.machine.slots import SlotShape
+from everstep.machine.stacks import CaptureLimits
 from everstep.machine.stream import Streams
 from everstep.machine.wire import hardened_server
 from everstep.process_log import configure_logging
@@ -116,6 +118,13 @@ class NullRuns:
 
     def log_path(self, job_id: str, generation: int, rank: int) -> Path | None:  # noqa: ARG002
         """No rank, no log."""
+        return None
+
+    async def stacks(
+        self, job_id: str, generation: int, limits: CaptureLimits
+    ) -> StackReport | None:
+        """None: no run has processes here."""
+        del job_id, generation, limits
         return None
 
 
