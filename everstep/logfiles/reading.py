@@ -24,11 +24,11 @@ from everstep.decide.diagnosis.types import LogLine, LogSource
 from everstep.logfiles.find import LogFile
 from everstep.logfiles.scan import EXTRA_TEXTS, Scanner
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 17
 LINE_BYTES_MAX = 3_900
 """A longer line is kept around the place that was found."""
-HEAD_LINES = 20
-TAIL_LINES = 80
+HEAD_LINES = 12
+TAIL_LINES = 48
 TAIL_BYTES_MAX = 64 * 1024
 BEFORE_LINES = 3
 AFTER_LINES = 3
@@ -193,12 +193,13 @@ class _Keeper:
             at = start
             self._tried[text] += 1
             raw = _window(block, start, end, offset)
-            name = self._scanner.texts[text]
             line = parse(_text(raw)).text
-            if name in EXTRA_TEXTS or self._catalogue.is_evidence(line, name):
+            lowered = line.lower()
+            extra = any(known in lowered for known in EXTRA_TEXTS)
+            if extra or self._catalogue.match(line) is not None:
                 self._found[text] += 1
                 done = end
-                after = AFTER_TRACEBACK_LINES if name == _TRACEBACK else AFTER_LINES
+                after = AFTER_TRACEBACK_LINES if _TRACEBACK in lowered else AFTER_LINES
                 self._around(block, start, end, number, after)
                 self._kept[number] = _text(raw)
 

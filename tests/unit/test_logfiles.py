@@ -58,7 +58,7 @@ def test_the_scan_loses_no_line_that_a_signature_matches() -> None:
         for pattern, texts in zip(patterns, CATALOGUE.literals, strict=True):
             if pattern.search(line):
                 matched += 1
-                assert found & set(texts), (line, pattern.pattern)
+                assert any(short in text for short in found for text in texts), (line, texts)
     assert matched > 200
 
 

@@ -59,10 +59,6 @@ class Catalogue:
         }
         return next((self.signatures[i] for i in sorted(likely) if self._matches(i, line)), None)
 
-    def is_evidence(self, line: str, text: str) -> bool:
-        """True when a signature that goes by this fixed text matches the line."""
-        return any(self._matches(index, line) for index in self._by_text.get(text, ()))
-
     @cached_property
     def _by_text(self) -> dict[str, list[int]]:
         out: dict[str, list[int]] = {}

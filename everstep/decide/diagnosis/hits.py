@@ -219,7 +219,10 @@ def _message(stream: Sequence[Item], traceback: Traceback) -> list[Item]:
 
 def _survivals(hits: Sequence[Hit], items: Sequence[Item]) -> list[Hit]:
     """Mark what a process went on after."""
-    progress = [item for item in items if is_progress(item.text)] if hits else []
+    if not hits:
+        return []
+    begin = hits[0].item.position
+    progress = [item for item in items[begin:] if is_progress(item.text)]
     out: list[Hit] = []
     for hit in hits:
         after = 0

@@ -44,8 +44,9 @@ def tracebacks(texts: Sequence[str], segments: Sequence[int]) -> Iterator[Traceb
     chained = False
     position = 0
     while position < len(texts):
-        if _HEADER.search(texts[position]) is None:
-            chained = chained or _CHAINED.search(texts[position]) is not None
+        text = texts[position]
+        if "Traceback (most recent" not in text or _HEADER.search(text) is None:
+            chained = chained or ("exception" in text and _CHAINED.search(text) is not None)
             position += 1
             continue
         final = position + 1
@@ -68,6 +69,8 @@ def quoted_lines(texts: Sequence[str]) -> set[int]:
     """Indices of lines that quote a program's text: stack frames. They say nothing themselves."""
     out: set[int] = set()
     for index, text in enumerate(texts):
+        if not text[:1].isspace() and 'File "' not in text:
+            continue
         if _FRAME.match(text) or (_CODE.match(text) and (index - 1 in out)):
             out.add(index)
     return out
