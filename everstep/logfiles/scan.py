@@ -13,6 +13,8 @@ from typing import Any
 
 import hyperscan
 
+from everstep.decide.diagnosis.literals import LITERAL_CHARS_MIN
+
 EXTRA_TEXTS = (
     "traceback (most recent call last)",
     "root cause (first observed failure)",
@@ -76,8 +78,10 @@ class Scanner:
 
 def _shortest(texts: set[str]) -> list[str]:
     """Texts that hold none of the others: whoever finds these has found all, and much quicker."""
-    kept: list[str] = []
+    kept: set[str] = set()
     for text in sorted(texts, key=lambda t: (len(t), t)):
-        if not any(short in text for short in kept):
-            kept.append(text)
+        ends = range(LITERAL_CHARS_MIN, len(text) + 1)
+        parts = (text[i:j] for j in ends for i in range(j - LITERAL_CHARS_MIN + 1))
+        if kept.isdisjoint(parts):
+            kept.add(text)
     return sorted(kept)

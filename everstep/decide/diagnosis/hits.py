@@ -47,7 +47,7 @@ _ECHO = re.compile(
 )
 """Exceptions that repeat what another process did, or name no cause: the cause is elsewhere."""
 _PROGRESS = re.compile(
-    r"\b(iter(ation)?|step|epoch|ep|global_step)s?\b\W{0,4}\d+|\d+/\d+ \[\d+:\d+"
+    r"\b(iter(ation)?|step|epoch|ep|global_step)s?\b\W{0,16}\d+|\d+/\d+ \[\d+:\d+"
     r"|['\"]?loss['\"]?\s*[:=]",
     re.IGNORECASE,
 )
