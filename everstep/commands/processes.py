@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -80,6 +79,8 @@ def up(
         temporal_binary=temporal_binary,
         probes=probes,
     )
+    import asyncio
+
     raise typer.Exit(asyncio.run(run_up(options)))
 
 
@@ -106,6 +107,8 @@ def demo(
     options = DemoOptions(
         report=report, state=state, keep=keep, quick=quick, only=frozenset(only or ())
     )
+    import asyncio
+
     raise typer.Exit(asyncio.run(run_demo(options)))
 
 
@@ -146,6 +149,8 @@ def controller(  # noqa: PLR0913, PLR0917 - one argument for each flag
         tls_key=tls_key,
         tls_ca=tls_ca,
     )
+    import asyncio
+
     raise typer.Exit(asyncio.run(run_controller(config)))
 
 
@@ -216,6 +221,8 @@ def agent(  # noqa: PLR0913, PLR0917 - one argument for each flag
             own_folder=state / "agent",
         ),
     )
+    import asyncio
+
     raise typer.Exit(asyncio.run(run_agent(config)))
 
 
