@@ -1,8 +1,8 @@
 """Real failures through the public command, scored; and the guarantee of the fast scan.
 
 ``log_cases.jsonl`` came with labels; ``more_log_cases.jsonl`` was labelled before the catalogue had
-seen it (its ``source`` is a public thread, or ``composed``: lines in the printed format, put together
-for the test). What is still wrong is listed with the reason in ``known_wrong.md``.
+seen it (its ``source`` is a public thread, or ``composed``: lines in the printed format, put
+together for the test). What is still wrong is listed with the reason in ``known_wrong.md``.
 """
 
 from __future__ import annotations
