@@ -84,6 +84,7 @@ def _of_machine(choice: ProbeChoice, policy: ProbesPolicy, places: RunPlaces) ->
         paths=places.paths,
         pids=places.pids,
         cgroups=places.cgroups,
+        teardowns=places.teardowns,
         gpu_pids=lambda: set(places.pids()),
         own_folder=choice.own_folder,
         boot_id_file=choice.own_folder / "boot_id" if choice.own_folder else None,

@@ -92,7 +92,8 @@ class KernelJudge:
         self._watched: set[tuple[str, str]] = set()
         """Findings that time alone may change."""
         self._programs = Programs(rules.windows)
-        self._teardowns: deque[tuple[float, float]] = deque(maxlen=TEARDOWNS_MAX)
+        self._teardowns: dict[float, float] = {}
+        """From when until when; the end may still be open."""
 
     def feed(self, line: str, at_s: float) -> list[Observation]:
         """Take one line.
@@ -124,8 +125,15 @@ class KernelJudge:
         return self._decide_due(self._time.now_s)
 
     def teardown(self, from_s: float, until_s: float) -> None:
-        """Processes are ended on purpose in this time (of the reader's clock)."""
-        self._teardowns.append((from_s, until_s))
+        """Processes are ended on purpose in this time (of the reader's clock).
+
+        Args:
+            from_s: what tells two teardowns apart; said again, its other end is another one.
+            until_s: infinity while it goes on. The catalogue's margin is added.
+        """
+        self._teardowns[from_s] = until_s
+        while len(self._teardowns) > TEARDOWNS_MAX:
+            del self._teardowns[next(iter(self._teardowns))]
 
     def verdict(self) -> KernelVerdict:
         """What all lines so far say together."""
@@ -171,7 +179,7 @@ class KernelJudge:
 
     def _take(self, hit: Hit, line: KernelLine, now_s: float, at_s: float) -> list[Observation]:
         rule = hit.rule
-        if rule.teardown and any(a <= at_s <= b for a, b in self._teardowns):
+        if rule.teardown and self._torn_down(at_s):
             return []
         if isinstance(rule, LineRule):
             if self._uptime_s(line, now_s) < rule.boot_grace_s:
@@ -250,6 +258,10 @@ class KernelJudge:
                 guess = rule.repeat.action is Action.EVICT_MACHINE and not self._time.timed
                 action = worse(action, Action.STOP_TIME_CHECK if guess else rule.repeat.action)
         return action
+
+    def _torn_down(self, at_s: float) -> bool:
+        margin_s = self._rules.windows.teardown_s
+        return any(a <= at_s <= b + margin_s for a, b in self._teardowns.items())
 
     # --- What other lines change
 

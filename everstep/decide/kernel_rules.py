@@ -150,6 +150,7 @@ class Windows:
     programs_s: float
     consequences_s: float
     settle_s: float
+    teardown_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

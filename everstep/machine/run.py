@@ -60,6 +60,8 @@ class Run:
         self._grace_max_s = math.inf
         """Of the teardown that is going on or about to begin: what a later stop has asked for."""
         self._winding: asyncio.Task[None] | None = None
+        self.torn_down_s: tuple[float, float] | None = None
+        """From when until when we have ended its ranks; until is infinity while that goes on."""
 
     # --- taking over ---------------------------------------------------------------------------
 
@@ -145,6 +147,11 @@ class Run:
         """State letter of a live rank."""
         progress = self.monitor.progress(rank)
         return self.processes.process_state(rank, progress.pid if progress is not None else None)
+
+    @property
+    def settling(self) -> bool:
+        """Whether a rank has failed, and the others may yet fail by themselves."""
+        return self._settle_timer is not None and self._winding is None
 
     def _is_failure(self, rank: int) -> bool:
         ended = self.exits.get(rank)
@@ -330,10 +337,12 @@ class Run:
                     kill_wait_s=policy.kill_wait_s if kill_wait_s is None else kill_wait_s,
                 )
             )
-            self._winding.add_done_callback(self._look_for_bugs)
+            self._winding.add_done_callback(self._wound_down)
         return self._winding
 
-    def _look_for_bugs(self, task: asyncio.Task[None]) -> None:
+    def _wound_down(self, task: asyncio.Task[None]) -> None:
+        if self.torn_down_s is not None:
+            self.torn_down_s = (self.torn_down_s[0], time.monotonic())
         if not task.cancelled() and (error := task.exception()) is not None:
             self.reporter.note("teardown failed", error=repr(error))
 
@@ -343,6 +352,8 @@ class Run:
         self._note_stopping(reason, planned=planned)
         if self.stacks.wanted(self.facts.stopping):
             await self.stacks.take(stack_target(self))
+        if self.facts.stopping is not None:  # else all have ended by themselves
+            self.torn_down_s = (time.monotonic(), math.inf)
         self._teardown = Teardown(
             self.scope,
             self.processes.handles,

@@ -1,4 +1,4 @@
-"""What the runs of this machine use, for the probes that look at it: folders, processes, groups.
+"""What probes have to know of the runs of this machine: folders, processes, groups, teardowns.
 
 Asked for at each look, from the probe's thread, so nothing here may wait or raise. A control group
 is remembered for a while after its process is gone: that it was killed there is what one wants to
@@ -16,6 +16,7 @@ from everstep.machine.probes.host_memory import cgroup_folders
 
 GROUPS_KEPT_S = 60.0
 GROUPS_MAX = 64
+TEARDOWNS_KEPT_S = 60.0
 
 
 class Uses(Protocol):
@@ -26,6 +27,9 @@ class Uses(Protocol):
 
     def pids(self) -> Sequence[int]:
         """Processes of live ranks."""
+
+    def teardowns(self) -> Sequence[tuple[float, float]]:
+        """From when until when ranks were ended, monotonic seconds; infinity: it goes on."""
 
 
 class RunPlaces:
@@ -54,6 +58,11 @@ class RunPlaces:
     def pids(self) -> Iterable[int]:
         """Processes of live ranks."""
         return self.runs.pids() if self.runs else ()
+
+    def teardowns(self) -> Iterable[tuple[float, float]]:
+        """From when until when ranks were ended by us: now, or until a minute ago."""
+        since = self._clock() - TEARDOWNS_KEPT_S
+        return [span for span in (self.runs.teardowns() if self.runs else ()) if span[1] >= since]
 
     def cgroups(self) -> Iterable[Path]:
         """Control groups in which ranks live, or lived until a minute ago."""

@@ -16,6 +16,7 @@ import contextlib
 import re
 import time
 from pathlib import Path
+from weakref import WeakSet
 
 import structlog
 
@@ -62,6 +63,9 @@ class RunManager:
         self._runs_dir = state_dir.absolute() / "runs"
         self._runs: dict[tuple[str, int], Run] = {}
         self._capturing = asyncio.Lock()
+        self._failed: WeakSet[Run] = WeakSet()
+        """Runs for whose failure the probes have looked."""
+        self._looks: set[asyncio.Task[None]] = set()
         self._stopped: dict[str, int] = {}
         """Job to the highest generation that was stopped here."""
         self._locks: dict[str, asyncio.Lock] = {}
@@ -133,10 +137,20 @@ class RunManager:
             await asyncio.sleep(_TICK_S)
             for run in list(self._runs.values()):
                 if run.is_live:
+                    self._look_at_failure(run)
                     try:
                         run.tick(time.monotonic_ns())
                     except Exception as error:  # noqa: BLE001 - one run must not blind the others
                         run.reporter.note("looking at progress failed", error=repr(error))
+
+    def _look_at_failure(self, run: Run) -> None:
+        """What made a rank fail is read before our own teardown prints its like."""
+        if not run.settling or run in self._failed:
+            return
+        self._failed.add(run)
+        look = asyncio.get_running_loop().create_task(self._health.look_again(_LOOK_AGAIN_MAX_S))
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
 
     async def close(self) -> None:
         """Stop following; ranks go on without us."""
@@ -145,6 +159,8 @@ class RunManager:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
             self._ticker = None
+        for look in self._looks:
+            look.cancel()
         for run in self._runs.values():
             run.detach()
 
@@ -352,6 +368,11 @@ class RunManager:
             for rank in list(run.processes.handles)
             if rank in run.processes.starts
         )
+
+    def teardowns(self) -> tuple[tuple[float, float], ...]:
+        """From when until when ranks were ended, monotonic seconds; from any thread."""
+        times = (run.torn_down_s for run in list(self._runs.values()))
+        return tuple(time_ for time_ in times if time_ is not None)
 
     def log_path(self, job_id: str, generation: int, rank: int) -> Path | None:
         """The log of a rank of this machine."""

@@ -224,6 +224,7 @@ def compile_catalogue(catalogue: KernelCatalogue, source: str) -> KernelRules:
             programs_s=windows.programs.total_seconds(),
             consequences_s=windows.consequences.total_seconds(),
             settle_s=windows.settle.total_seconds(),
+            teardown_s=windows.teardown.total_seconds(),
         ),
         source=source,
         by_name={line.name: line for line in lines},

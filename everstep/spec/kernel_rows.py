@@ -41,6 +41,8 @@ class WindowsSection(StrictModel):
     """How long before or after its cause a consequence may be printed."""
     settle: Span
     """How long a report whose weight hangs on others waits for them."""
+    teardown: Span
+    """How long after the end of a teardown what it has caused may still be printed."""
 
 
 class KindRow(StrictModel):

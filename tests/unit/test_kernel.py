@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -147,6 +148,29 @@ def test_what_our_own_teardown_prints_is_nothing() -> None:
     assert feed(judge_, xid(45), xid(43, program(1)), at_s=110.0) == []
     assert feed(judge_, xid(79), at_s=111.0) != []
     assert feed(judge_, xid(43, program(1)), at_s=130.0) != []
+
+
+def test_a_teardown_is_open_until_its_end_is_known_and_a_moment_longer() -> None:
+    judge_ = KernelJudge(RULES)
+    margin_s = RULES.windows.teardown_s
+    judge_.teardown(100.0, math.inf)
+    assert feed(judge_, xid(43, program(1)), at_s=99.0) != [], "it came before"
+    assert feed(judge_, xid(45), at_s=5000.0) == []
+
+    judge_.teardown(100.0, 6000.0)
+
+    assert feed(judge_, xid(45), at_s=6000.0 + margin_s) == []
+    assert feed(judge_, xid(45), at_s=6000.1 + margin_s) != []
+
+
+def test_programs_that_we_end_do_not_make_it_the_gpu() -> None:
+    judge_ = KernelJudge(RULES)
+    for number in range(40):
+        judge_.teardown(100.0 * number, 100.0 * number + 10)
+        line = xid(43, program(number, f"name{number}"))
+        assert feed(judge_, line, at_s=100.0 * number + 5) == []
+    (seen,) = feed(judge_, xid(43, program(99)), at_s=9999.0)
+    assert seen.action is Action.WARN_ONLY
 
 
 # --- Other lines that change the meaning

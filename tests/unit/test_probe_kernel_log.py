@@ -7,6 +7,7 @@ The judge and its catalogue are the real ones. Real lines of this machine's own 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import sys
@@ -39,6 +40,7 @@ from tests.support.roots import write
 
 LOST = "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off"
 DRAINED = "NVRM: Xid (PCI:0000:05:00): 154, GPU recovery action changed from 0x1 (GPU Reset) to 0x0 (None)"  # noqa: E501
+ENDED = "NVRM: Xid (PCI:0000:05:00): 45, pid=7, name=python, Ch 00000010"
 HOLD_S = 600.0
 
 
@@ -127,6 +129,35 @@ def test_what_a_later_line_clears_no_longer_stands(
     kmsg.say(DRAINED, at_s=9.0)
 
     assert faults(probe.look(2)) == []
+    probe.close()
+
+
+def test_what_our_teardown_prints_is_nothing_however_late_it_is_read(
+    tmp_path: Path, rules: KernelRules
+) -> None:
+    log = tmp_path / "kern.log"
+    log.touch()
+    teardowns: list[tuple[float, float]] = []
+    probe = KernelLogProbe(
+        KernelLogSettings(source=str(log), hold_s=HOLD_S, look_every_s=30),
+        KernelJudge(rules),
+        proc=tmp_path / "proc",
+        dev=tmp_path / "dev",
+        teardowns=lambda: teardowns,
+    )
+    with log.open("a") as out:
+
+        def rules_after(now_s: float) -> list[str]:
+            out.write(f"{ENDED}\n{LOST}\n")
+            out.flush()
+            return sorted(rule for rule, _ in faults(probe.look(now_s)))
+
+        probe.look(0)
+        teardowns.append((5, math.inf))
+        assert rules_after(30) == ["xid_79"]
+        teardowns[:] = [(5, 31)]
+        assert rules_after(60) == ["xid_79"], "printed at 31, read at 60"
+        assert rules_after(90) == ["xid_45", "xid_79"], "long after it"
     probe.close()
 
 

@@ -65,6 +65,9 @@ class Surroundings:
     """Processes that may hold GPUs; None: it is not known. Asked for at each look."""
     cgroups: Callable[[], Iterable[Path]] = tuple
     """Control groups of runs, for their OOM kills. Asked for at each look."""
+    teardowns: Callable[[], Iterable[tuple[float, float]]] = tuple
+    """From when until when runs are ended on purpose, in the clock of the looks; the end is
+    infinity while that goes on. Asked for at each look."""
     boot_id_file: Path | None = None
     """A file of ours that holds the boot id of our last life."""
     kernel_rules: KernelRules | None = None
@@ -115,12 +118,14 @@ def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
             KernelLogSettings(
                 source=policy.kernel_log,
                 hold_s=policy.kernel_event_hold.total_seconds(),
+                look_every_s=policy.host_interval.total_seconds(),
                 past_s=around.kernel_log_past_s,
                 remembered=own / "kernel_log_position" if own is not None else None,
             ),
             KernelJudge(rules),
             proc=proc,
             dev=around.dev,
+            teardowns=around.teardowns,
         ),
         KernelStateProbe(proc=proc, sys=sys, remembered=around.boot_id_file),
         OomProbe(proc=proc, cgroups=around.cgroups),

@@ -11,7 +11,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,10 @@ class Judge(Protocol):
         """Time has passed; answers what is new."""
         ...
 
+    def teardown(self, from_s: float, until_s: float) -> None:
+        """Processes are ended on purpose in this time; may be said again with another end."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogSettings:
@@ -58,6 +62,8 @@ class KernelLogSettings:
     """``auto``, ``kmsg``, ``journal``, or the path of a file."""
     hold_s: float
     """How long a finding stands without a new line about it."""
+    look_every_s: float = 0.0
+    """Time between two looks: so much later than it was printed a line may be read."""
     past_s: float = 0.0
     """Lines of the last so many seconds are judged too; 0: only what comes from now on."""
     remembered: Path | None = None
@@ -85,6 +91,7 @@ class KernelLogProbe:
         proc: Path,
         dev: Path,
         files: Sequence[str] = _FILES,
+        teardowns: Callable[[], Iterable[tuple[float, float]]] = tuple,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet.
@@ -95,6 +102,8 @@ class KernelLogProbe:
             proc: where /proc is, to say why /dev/kmsg may not be read.
             dev: where /dev is.
             files: what ``auto`` tries last.
+            teardowns: from when until when processes are ended on purpose, in the looks' clock;
+                infinity while that goes on. Asked for at each look.
             steady: seconds since boot, the clock of /dev/kmsg.
         """
         self._settings = settings
@@ -102,6 +111,7 @@ class KernelLogProbe:
         self._proc = proc
         self._dev = dev
         self._files = files
+        self._teardowns = teardowns
         self._steady = steady
         self._source: Source | None = None
         self._after: int | None = None
@@ -139,6 +149,8 @@ class KernelLogProbe:
             self._tried_s = now_s
             self._why_not = f"{source.name} can no longer be read: {_text(error)}"
             return [*self._standing(now_s), unknown(self.name, self._why_not, rule="no_kernel_log")]
+        for from_s, until_s in self._teardowns():
+            self._judge.teardown(from_s, until_s + self._settings.look_every_s)
         for line in batch.lines:
             self._recent.append(line)
             for one in self._judge.feed(line.text, now_s):
