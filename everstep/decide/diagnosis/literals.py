@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from re import _constants as op  # type: ignore[attr-defined]
-from re import _parser as parser  # type: ignore[attr-defined]
+from importlib import import_module
 from typing import Any
+
+# The standard library's own reader of patterns: no stubs tell of it.
+op: Any = import_module("re._constants")
+parser: Any = import_module("re._parser")
 
 LITERAL_CHARS_MIN = 4
 LITERALS_MAX = 400
