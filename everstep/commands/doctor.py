@@ -65,10 +65,11 @@ def doctor(
         thresholds = thresholds.model_copy(update={"kernel_log": str(kernel_log.absolute())})
     paths = [p.absolute() for p in path or ()] + [Path(tempfile.gettempdir())]
     began = time.monotonic()
-    around = Surroundings(paths=lambda: paths, kernel_log_past_s=PAST_S)
-    looks = run_once(
-        probes_of_machine(thresholds, around), thresholds.look_deadline.total_seconds()
+    deadline_s = thresholds.look_deadline.total_seconds()
+    around = Surroundings(
+        paths=lambda: paths, kernel_log_past_s=PAST_S, gpu_names_wait_s=deadline_s / 2
     )
+    looks = run_once(probes_of_machine(thresholds, around), deadline_s)
     took_s = time.monotonic() - began
     data = summary(looks) | {"machine": socket.gethostname(), "took_s": round(took_s, 3)}
     emit(output, data, _page(looks, data))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from everstep.decide.kernel_findings import (
     EVIDENCE_CHARS_MAX,
@@ -123,6 +123,18 @@ class KernelJudge:
         """Time has passed: what was waiting for another line is decided."""
         self._pass_time(at_s)
         return self._decide_due(self._time.now_s)
+
+    def name_gpus(self, gpu_names: Mapping[str, str]) -> Callable[[str], str]:
+        """Call GPUs by other names (as of ``judge``) from now on, also in what was found before.
+
+        Returns what turns a target of before into the same one's name of now.
+        """
+        now = self._matcher.name_gpus(gpu_names)
+        for finding in self._findings.values():
+            finding.hit = replace(finding.hit, target=now(finding.hit.target))
+        self._findings = {(name, now(target)): f for (name, target), f in self._findings.items()}
+        self._watched = {(name, now(target)) for name, target in self._watched}
+        return now
 
     def teardown(self, from_s: float, until_s: float) -> None:
         """Processes are ended on purpose in this time (of the reader's clock).

@@ -7,7 +7,7 @@ what several hits mean together (``kernel``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from everstep.decide.kernel_rules import (
@@ -101,6 +101,25 @@ class Matcher:
         self._rules = rules
         self._gpu_names = {pci_key(address): name for address, name in gpu_names.items()}
         self._joining: list[_Joining] = []
+
+    def name_gpus(self, gpu_names: Mapping[str, str]) -> Callable[[str], str]:
+        """Call GPUs by other names from now on; returns what turns a target of before into now's.
+
+        Args:
+            gpu_names: as above; GPUs that it does not name are called by their address.
+        """
+        before = {name: address for address, name in self._gpu_names.items()}
+        self._gpu_names = {pci_key(address): name for address, name in gpu_names.items()}
+
+        def now(target: str) -> str:
+            if target in before:
+                return self._gpu(before[target])
+            kind, _, text = target.partition(" ")
+            if kind not in ("gpu", "pci") or _PCI.fullmatch(text) is None:
+                return target
+            return self._gpu_names.get(pci_key(text), target)
+
+        return now
 
     def match(self, message: str) -> Hit | None:
         """The row that the message is an instance of; None for one that means nothing."""

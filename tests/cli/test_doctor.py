@@ -18,6 +18,7 @@ from everstep.decide.words import Action, Symptom
 from everstep.machine.probes.host_read import faulty, healthy, unknown
 from everstep.machine.probes.runner import Look
 from tests.cli.conftest import LIMIT_S, Shell, command
+from tests.support.nvml import build
 
 LOST = (
     "[  100.000001] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, "
@@ -77,6 +78,22 @@ def test_a_fault_in_the_kernel_log_makes_it_end_with_1(shell: Shell) -> None:
     assert [row["action"] for row in xid] == ["evict_machine"]
     page = shell.run("doctor", "--kernel-log", str(log))
     assert "NVRM:" in page.out  # the line itself, folded into its column
+
+
+def test_the_kernel_log_and_nvml_call_a_gpu_by_one_name(shell: Shell) -> None:
+    library = build(shell.home / "nvml")
+    library.set(count=2)
+    log = shell.home / "kernel.log"
+    log.write_text(LOST.replace("0000:05:00", "0000:11:00") + LOST)
+
+    ran = shell.run(
+        "doctor", "--kernel-log", str(log), "-o", "json", LD_LIBRARY_PATH=str(library.folder)
+    )
+
+    rows = by_probe(json.loads(ran.out))
+    assert {row["target"] for row in rows["gpu"]} == {"gpu 0", "gpu 1"}
+    xids = [row["target"] for row in rows["kernel_log"] if row["rule"] == "xid_79"]
+    assert xids == ["gpu 1", "gpu 0000:05:00"], "the second is not NVML's"
 
 
 def test_a_path_that_is_not_there_is_unknown(shell: Shell) -> None:

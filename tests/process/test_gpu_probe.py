@@ -10,10 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
+from everstep.decide.kernel import KernelJudge
 from everstep.decide.words import Action, Confidence, Symptom, Verdict
 from everstep.machine.probes.catalogue import Surroundings, probes_of_machine
 from everstep.machine.probes.gpu_rules import GPU_RULES, GpuRule
 from everstep.machine.probes.gpu_xids import by_catalogue
+from everstep.machine.probes.kernel_log import KernelLogProbe, KernelLogSettings
 from everstep.spec.kernel_catalogue import load_kernel_catalogue
 from everstep.spec.policy import ProbesPolicy
 from tests.process.gpus import Gpus, gpus, nvml_built, quick_policy, rules
@@ -256,6 +258,41 @@ def test_all_probes_of_a_machine_include_those_of_gpus(tmp_path: Path) -> None:
     finally:
         for probe in probes:
             probe.close()
+
+
+def test_the_kernel_log_speaks_of_the_same_gpus(gpus: Gpus, tmp_path: Path) -> None:
+    probe = gpus.probe()
+    log = tmp_path / "kern.log"
+    log.touch()
+    kernel_log = KernelLogProbe(
+        KernelLogSettings(source=str(log), hold_s=600),
+        KernelJudge(load_kernel_catalogue(environ={})),
+        proc=tmp_path,
+        dev=tmp_path,
+        gpu_names=probe.pci_names,
+    )
+    kernel_log.look(gpus.now_s)
+    assert probe.pci_names() == {}
+    gpus.look(probe)
+    assert probe.pci_names(wait_s=60) == {"00000000:10:00.0": "gpu 0", "00000000:11:00.0": "gpu 1"}
+
+    gpus.library.set(1, error=15)
+    log.write_text("NVRM: Xid (PCI:0000:11:00): 79, pid=7, name=x, GPU has fallen off the bus.\n")
+
+    assert rules(gpus.look(probe)) == {"gpu 0": [], "gpu 1": ["gpu_lost"]}
+    found = rules(kernel_log.look(gpus.now_s))
+    assert found == {"gpu 1": ["xid_79"], "": []}
+    kernel_log.close()
+
+
+def test_nobody_waits_for_names_longer_than_for_a_look(gpus: Gpus) -> None:
+    gpus.library.set(error=9)
+    refused = gpus.probe()
+    gpus.look(refused)
+    assert refused.pci_names(wait_s=60) == {}
+    closed = gpus.probe()
+    closed.close()
+    assert closed.pci_names(wait_s=60) == {}
 
 
 # --- A driver that hangs

@@ -56,6 +56,39 @@ def test_an_observation_names_rule_target_action_and_evidence() -> None:
     assert "RESTART_BM" in seen.reason
 
 
+def test_a_name_that_is_learned_late_is_that_of_what_was_found_before() -> None:
+    judge_ = KernelJudge(RULES)
+    (lost,) = feed(judge_, xid(79))
+    (checked,) = feed(judge_, xid(62, gpu="0000:5e:00"))
+    assert (lost.target, checked.target) == (f"gpu {GPU}", "gpu 0000:5e:00")
+
+    now = judge_.name_gpus({"00000000:3B:00.0": "gpu 2"})
+
+    assert [now(t) for t in (f"gpu {GPU}", f"pci {GPU}.0", "gpu 0000:5e:00", "disk sda")] == [
+        "gpu 2",
+        "gpu 2",
+        "gpu 0000:5e:00",
+        "disk sda",
+    ]
+    assert {seen.target for seen in judge_.verdict().observations} == {"gpu 2", "gpu 0000:5e:00"}
+    (again,) = feed(judge_, xid(79), at_s=50.0)
+    assert (again.target, again.values["count"]) == ("gpu 2", 2), "the same finding"
+    (over,) = feed(
+        judge_, xid(154, "GPU recovery action changed from 0x1 (GPU Reset) to 0x0 (None)")
+    )
+    assert (over.target, over.values["cleared"]) == ("gpu 2", "xid_79")
+
+
+def test_names_may_change_and_go() -> None:
+    judge_ = KernelJudge(RULES, gpu_names={GPU: "gpu 2"})
+    feed(judge_, xid(79))
+
+    assert judge_.name_gpus({GPU: "gpu 3", "0000:5e:00": "gpu 2"})("gpu 2") == "gpu 3"
+    assert judge_.verdict().target == "gpu 3"
+    assert judge_.name_gpus({})("gpu 3") == f"gpu {GPU}"
+    assert judge_.verdict().target == f"gpu {GPU}"
+
+
 def test_a_gpu_without_a_name_is_called_by_its_address() -> None:
     (seen,) = feed(KernelJudge(RULES), xid(62))
 

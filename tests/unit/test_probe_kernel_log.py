@@ -21,6 +21,7 @@ from everstep.decide.kernel_rules import KernelRules
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Verdict
 from everstep.machine.probes import kernel_log_sources
+from everstep.machine.probes.board import ProbeBoard
 from everstep.machine.probes.kernel_log import (
     RECENT_LINES_MAX,
     RETRY_S,
@@ -158,6 +159,38 @@ def test_what_our_teardown_prints_is_nothing_however_late_it_is_read(
         teardowns[:] = [(5, 31)]
         assert rules_after(60) == ["xid_79"], "printed at 31, read at 60"
         assert rules_after(90) == ["xid_45", "xid_79"], "long after it"
+    probe.close()
+
+
+def test_a_gpu_has_one_name_once_it_is_known(tmp_path: Path, rules: KernelRules) -> None:
+    log = tmp_path / "kern.log"
+    log.touch()
+    names: dict[str, str] = {}
+    probe = KernelLogProbe(
+        KernelLogSettings(source=str(log), hold_s=HOLD_S),
+        KernelJudge(rules),
+        proc=tmp_path / "proc",
+        dev=tmp_path / "dev",
+        gpu_names=lambda: names,
+    )
+    board = ProbeBoard()
+
+    def look(now_s: float, *lines: str) -> dict[str, list[str]]:
+        with log.open("a") as out:
+            out.writelines(f"{line}\n" for line in lines)
+        board.landed(probe.name, probe.look(now_s), now_s)
+        held = [one for one, _ in board.state(now_s) if one.verdict is Verdict.FAULTY]
+        found: dict[str, list[str]] = {}
+        for one in held:
+            found.setdefault(one.target, []).append(one.rule)
+        return found
+
+    look(0)
+    assert look(2, LOST) == {"gpu 0000:05:00": ["xid_79"]}
+    names["00000000:05:00.0"] = "gpu 3"
+    assert look(4) == {"gpu 3": ["xid_79"]}
+    assert look(6, LOST.replace(" 79,", " 62,")) == {"gpu 3": ["xid_79", "xid_62"]}
+    assert look(8, DRAINED) == {}
     probe.close()
 
 

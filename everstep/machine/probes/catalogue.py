@@ -7,7 +7,7 @@ machine (no GPU, no RDMA device) has a probe all the same, which says so. Not he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,14 +74,19 @@ class Surroundings:
     """What kernel lines mean; None: the catalogue of the installation."""
     kernel_log_past_s: float = 0.0
     """Kernel lines of the last so many seconds are judged too."""
+    gpu_names_wait_s: float = 0.0
+    """How long a look at the kernel's log waits for the first look at the GPUs, which tells what
+    they are called; for those who look only once."""
 
 
 def probes_of_machine(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
     """Every probe there is, in the order in which a person reads them. Nothing is looked at yet."""
     around = replace(around, kernel_rules=around.kernel_rules or load_kernel_catalogue())
+    gpus = gpu_probes(policy, around)
+    nvml = next(probe for probe in gpus if isinstance(probe, GpuProbe))
     return [
-        *gpu_probes(policy, around),
-        *host_probes(policy, around),
+        *gpus,
+        *host_probes(policy, around, lambda: nvml.pci_names(around.gpu_names_wait_s)),
         *network_probes(policy, around),
     ]
 
@@ -105,8 +110,17 @@ def gpu_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
     ]
 
 
-def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
+def host_probes(
+    policy: ProbesPolicy,
+    around: Surroundings,
+    gpu_names: Callable[[], Mapping[str, str]] = dict,
+) -> list[Probe]:
     """Those of the host's interval.
+
+    Args:
+        policy: intervals and thresholds.
+        around: the machine.
+        gpu_names: what GPUs are called, by PCI address.
 
     Raises:
         SpecError: the kernel catalogue is not accepted.
@@ -126,6 +140,7 @@ def host_probes(policy: ProbesPolicy, around: Surroundings) -> list[Probe]:
             proc=proc,
             dev=around.dev,
             teardowns=around.teardowns,
+            gpu_names=gpu_names,
         ),
         KernelStateProbe(proc=proc, sys=sys, remembered=around.boot_id_file),
         OomProbe(proc=proc, cgroups=around.cgroups),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,9 @@ class GpuProbe:
         self._names: dict[str, str] = {}
         self._at_index: dict[int, str] = {}
         """The label at each index of the present helper."""
+        self._buses: Mapping[str, str] = {}
+        """By label, the last PCI address of every GPU ever seen."""
+        self._looked = threading.Event()
         self._retry_at_s = 0.0
         self._pause_s = 0.0
         self._trouble: Finding | str = ""
@@ -106,8 +110,23 @@ class GpuProbe:
         """The present helper process."""
         return self._link.pid if self._link is not None else None
 
+    def pci_names(self, wait_s: float = 0.0) -> Mapping[str, str]:
+        """What GPUs are called here, by PCI address (``00000000:18:00.0`` -> ``gpu 3``).
+
+        May be called from any thread; waits so long for the first look. GPUs that were never seen
+        through NVML are not in it.
+        """
+        self._looked.wait(wait_s)
+        return {bus: label for label, bus in self._buses.items()}
+
     def look(self, now_s: float) -> Sequence[Observation]:
         """Look at every GPU; back within twice the call's deadline, or the start's share."""
+        try:
+            return self._look(now_s)
+        finally:
+            self._looked.set()
+
+    def _look(self, now_s: float) -> Sequence[Observation]:
         self._left = [link for link in self._left if not link.gone()]
         if self._absent:
             return []
@@ -124,6 +143,7 @@ class GpuProbe:
 
     def close(self) -> None:
         """End the helper."""
+        self._looked.set()
         if self._link is not None:
             self._give_up(self._link)
         self._left = [link for link in self._left if not link.gone()]
@@ -324,6 +344,7 @@ class GpuProbe:
     def _who_is_who(self, answers: Answers) -> None:
         """Give every index of this helper its label."""
         present: dict[int, str] = {}
+        buses: dict[str, str] = {}
         for index, answer in sorted(answers.by_index.items()):
             who = answer.get("who")
             if who:
@@ -331,7 +352,11 @@ class GpuProbe:
                 label = self._labels.setdefault(uuid, self._free_label(index))
                 self._names[label] = str(who.get("name", ""))
                 present[index] = label
+                if who.get("bus"):
+                    buses[label] = str(who["bus"])
         self._at_index.update(present)
+        # A new one for readers in other threads; who is here comes last, and so wins an address.
+        self._buses = {n: bus for n, bus in self._buses.items() if n not in buses} | buses
         for index in range(self._link.ready or 0 if self._link else 0):
             if index not in self._at_index:
                 # Not identified: likely the one that was here before, unless that one is elsewhere.

@@ -49,6 +49,10 @@ class Judge(Protocol):
         """Time has passed; answers what is new."""
         ...
 
+    def name_gpus(self, gpu_names: Mapping[str, str]) -> Callable[[str], str]:
+        """Call GPUs by these names, by PCI address; answers what renames a target of before."""
+        ...
+
     def teardown(self, from_s: float, until_s: float) -> None:
         """Processes are ended on purpose in this time; may be said again with another end."""
         ...
@@ -92,6 +96,7 @@ class KernelLogProbe:
         dev: Path,
         files: Sequence[str] = _FILES,
         teardowns: Callable[[], Iterable[tuple[float, float]]] = tuple,
+        gpu_names: Callable[[], Mapping[str, str]] = dict,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened yet.
@@ -104,6 +109,8 @@ class KernelLogProbe:
             files: what ``auto`` tries last.
             teardowns: from when until when processes are ended on purpose, in the looks' clock;
                 infinity while that goes on. Asked for at each look.
+            gpu_names: what GPUs are called, by PCI address, as far as that is known by now. Asked
+                for at each look.
             steady: seconds since boot, the clock of /dev/kmsg.
         """
         self._settings = settings
@@ -112,6 +119,8 @@ class KernelLogProbe:
         self._dev = dev
         self._files = files
         self._teardowns = teardowns
+        self._gpu_names = gpu_names
+        self._named: Mapping[str, str] = {}
         self._steady = steady
         self._source: Source | None = None
         self._after: int | None = None
@@ -136,6 +145,7 @@ class KernelLogProbe:
 
     def look(self, now_s: float) -> Sequence[Observation]:
         """Judge what has come since the last look."""
+        self._name_gpus()
         source = self._open(now_s)
         if source is None:
             return [*self._standing(now_s), unknown(self.name, self._why_not, rule="no_kernel_log")]
@@ -180,6 +190,18 @@ class KernelLogProbe:
         return healthy(self.name, reason, values=values)
 
     # --- what stands
+
+    def _name_gpus(self) -> None:
+        """What was found of a GPU before its name was known goes on under its name."""
+        names = self._gpu_names()
+        if names == self._named:
+            return
+        self._named = dict(names)
+        now = self._judge.name_gpus(self._named)
+        held, self._held = self._held, {}
+        for (target, rule), one in held.items():
+            renamed = replace(one.observation, target=now(target))
+            self._held[renamed.target, rule] = _Held(renamed, one.at_s)
 
     def _note(self, one: Observation, now_s: float, age_s: float | None) -> None:
         if one.verdict is not Verdict.FAULTY:
