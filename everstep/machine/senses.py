@@ -22,6 +22,7 @@ class Senses:
         self._paths = {rank: folder.log(rank) for rank in record.ranks}
         self._pattern = record.plan.progress_pattern
         self._logs = RunLogs({})
+        self._rdma = rdma.Traffic()
         self._traffic_at_ns: int | None = None
 
     def follow_logs(self, *, fresh: bool) -> None:
@@ -52,7 +53,7 @@ class Senses:
         if at_ns is not None and now_ns - at_ns < rdma.LOOK_EVERY_S * NS:
             return []
         self._traffic_at_ns = now_ns
-        total = rdma.total_bytes()
+        total = self._rdma.total_bytes()
         return [] if total is None else monitor.traffic(now_ns, total)
 
     def close(self) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from everstep.decide.observation import Observation, Value
 from everstep.decide.words import Action, Confidence, Symptom
-from everstep.machine.probes.host_read import children, faulty, healthy, read_int, read_word
+from everstep.machine.probes.host_read import faulty, healthy, read_int, read_word
 from everstep.machine.probes.network_links import AlertSettings
+from everstep.machine.rdma import carried, ports, risen
 
-_WORD_BYTES = 4
-"""port_rcv_data and port_xmit_data count words (InfiniBand specification, PortCounters)."""
 _ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "VL15_dropped")
 _RECOVERIES = ("link_error_recovery",)
 
@@ -54,7 +53,7 @@ class RdmaProbe:
             ports: those that have to be up, as ``mlx5_0/1``; empty: those that have been.
         """
         self._settings = settings
-        self._devices = sys / "class" / "infiniband"
+        self._sys = sys
         self._given = tuple(ports)
         self._alerts = settings.alerts.window()
         self._before: dict[str, _Seen] = {}
@@ -65,11 +64,7 @@ class RdmaProbe:
 
     def look(self, now_s: float) -> Sequence[Observation]:
         """Look at all ports, also at one that has vanished."""
-        found = {
-            f"{device.name}/{port.name}": port
-            for device in children(self._devices)
-            for port in children(device / "ports")
-        }
+        found = ports(self._sys)
         self._any = bool(found)
         active = {name for name, port in found.items() if _state(port, "state") == "ACTIVE"}
         self._been_up |= dict.fromkeys(active)
@@ -104,8 +99,7 @@ class RdmaProbe:
         )
 
     def _judge(self, name: str, port: Path, active: bool, now_s: float) -> Observation:
-        counters = port / "counters"
-        received, sent = (_words(counters / f"port_{way}_data") for way in ("rcv", "xmit"))
+        received, sent = carried(port)
         now = _Seen(
             now_s,
             _sum(port, ("link_downed",)),
@@ -177,7 +171,7 @@ class RdmaProbe:
         """Why nothing was looked at, where nothing was."""
         if self._any or self._been_up:
             return {}
-        return {"RDMA ports": f"{self._devices} has no device"}
+        return {"RDMA ports": f"{self._sys / 'class/infiniband'} has no device"}
 
     def not_looked_at(self) -> Mapping[str, Sequence[str]]:
         """Ports of devices of which no port is in use."""
@@ -192,11 +186,6 @@ def _state(port: Path, name: str) -> str:
     return (read_word(port / name) or "").rpartition(":")[2].strip()[:30]
 
 
-def _words(path: Path) -> int | None:
-    count = read_int(path)
-    return None if count is None or count < 0 else count * _WORD_BYTES
-
-
 def _sum(port: Path, names: Sequence[str]) -> int:
     return sum(max(0, read_int(port / "counters" / name) or 0) for name in names)
 
@@ -205,10 +194,9 @@ def _traffic(before: _Seen | None, now: _Seen) -> float | None:
     """Bytes a second in both directions since the last look."""
     if before is None or now.at_s <= before.at_s:
         return None
-    if None in (before.received, before.sent, now.received, now.sent):
-        return None
-    total = sum(
-        max(0, (later or 0) - (earlier or 0))
-        for earlier, later in ((before.received, now.received), (before.sent, now.sent))
-    )
+    total = 0
+    for earlier, later in ((before.received, now.received), (before.sent, now.sent)):
+        if earlier is None or later is None:
+            return None
+        total += risen(earlier, later)
     return round(total / (now.at_s - before.at_s), 1)
