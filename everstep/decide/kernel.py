@@ -28,9 +28,11 @@ from everstep.decide.kernel_findings import (
     reason,
     worse,
 )
+from everstep.decide.kernel_json import Reader
 from everstep.decide.kernel_match import Hit, Matcher
 from everstep.decide.kernel_rules import KernelRules, LineRule, NumberRule
-from everstep.decide.kernel_text import Clock, KernelLine, LineTime, parse
+from everstep.decide.kernel_text import KernelLine
+from everstep.decide.kernel_times import Clock, LineTime
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
 
@@ -83,6 +85,7 @@ class KernelJudge:
         """Nothing has been seen yet; arguments as of ``judge``."""
         self._rules = rules
         self._matcher = Matcher(rules, gpu_names or {})
+        self._reader = Reader()
         self._time = LineTime()
         self._at_s: float | None = None
         self._lines = 0
@@ -106,11 +109,13 @@ class KernelJudge:
         Returns what is new: a finding, one that has become more serious, or one that is over.
         """
         self._lines += 1
-        parsed = parse(line)
-        if parsed.at_s is None:
+        parsed = self._reader.read(line)
+        if parsed is None:
+            return []
+        if parsed.time.at_s is None:
             self._pass_time(at_s)
         self._at_s = at_s
-        now_s = self._time.at(parsed)
+        now_s = self._time.at(parsed.time)
         out = self._decide_due(now_s)
         if parsed.from_kernel and parsed.message.startswith(BOOT_MESSAGE):
             self._booted_s = now_s
@@ -279,8 +284,8 @@ class KernelJudge:
 
     def _uptime_s(self, line: KernelLine, now_s: float) -> float:
         """How long the machine had been up, as far as the log says; else for ever."""
-        if line.clock is Clock.BOOT and line.at_s is not None:
-            return line.at_s
+        if line.time.clock is Clock.BOOT and line.time.at_s is not None:
+            return line.time.at_s
         if self._booted_s is not None and self._time.timed:
             return now_s - self._booted_s
         return math.inf

@@ -33,6 +33,43 @@ OURS = {
     "kmsg": "3,48211,998877665544,-;{}",
     "kmsg with caller": "3,48211,998877665544,-,caller=T812;{}",
     "colours": "\x1b[32m[   12.201934] \x1b[0m{}",
+    "dmesg -H": "[  +0.000419] {}",
+    "dmesg -H, next minute": "[Feb 9 16:24] {}",
+    "dmesg -H, two figures": "[Feb19 16:24] {}",
+    "dmesg -d": "[   12.201934 <    0.000419>] {}",
+    "dmesg -d -T": "[Sun Feb  9 16:24:18 2025 <    0.000419>] {}",
+    "dmesg delta": "[<    0.000419>] {}",
+    "dmesg -x -H": "kern  :err   : [  +0.000419] {}",
+    "journal delta": "[   12.201934 <    0.000419 >] gpu-b kernel: {}",
+    "pdsh dmesg": "gpu-b: [   12.201934] {}",
+    "pdsh dmesg -H": "gpu-b: [  +0.000419] {}",
+    "pdsh dmesg -T": "gpu-b.example: [Sun Feb  9 16:24:18 2025] {}",
+    "pdsh dmesg -x": "gpu-b: kern  :err   : [   12.201934] {}",
+    "pdsh raw level": "gpu-b: <3>[   12.201934] {}",
+    "pdsh kmsg": "gpu-b: 3,48211,998877665544,-;{}",
+    "pdsh syslog": "10.4.0.17: Mar  3 11:02:17 gpu-b kernel: [ 8123.445566] {}",
+    "pdsh journal iso": "gpu-b: 2025-06-11T07:08:09+0200 gpu-b kernel: {}",
+    "parallel --tag": "gpu-b\t[   12.201934] {}",
+    "compose": "gpu-b | [   12.201934] {}",
+    "grep": "/var/log/kern.log:Mar  3 11:02:17 gpu-b kernel: {}",
+    "grep -n": "/var/log/kern.log:4711:Mar  3 11:02:17 gpu-b kernel: {}",
+    "Talos": "10.4.0.17: kern: warning: [2025-06-11T07:08:09.123456789Z]: {}",
+    "syslog with level": "<3>Mar  3 11:02:17 gpu-b kernel: [ 8123.445566] {}",
+    "syslog 5424": "<3>1 2025-06-11T07:08:09.123456Z gpu-b kernel - - - {}",
+    "syslog 5424, stamp": "<3>1 2025-06-11T07:08:09+02:00 gpu-b kernel - - - [ 8123.445566] {}",
+    "syslog 5424, data": '<3>1 2025-06-11T07:08:09Z gpu-b kernel - - [a@1 k="v"][b] \ufeff{}',
+    "syslog 5424, no level": "1 2025-06-11T07:08:09Z gpu-b kernel - - - {}",
+    "syslog 5424, no time": "<3>1 - gpu-b kernel - - - {}",
+    "busybox syslog": "Mar  3 11:02:17 gpu-b kern.err kernel: [ 8123.445566] {}",
+    "slashes": "2025/06/11 07:08:09 gpu-b kernel: {}",
+    "kubectl --timestamps": "2025-06-11T07:08:09.123456789Z [   12.201934] {}",
+    "kubectl --prefix": "[pod/watch-x2/dmesg] [   12.201934] {}",
+    "container runtime": "2025-06-11T07:08:09.123456789Z stdout F [   12.201934] {}",
+    "Loki": '2025-06-11T07:08:09Z {{host="gpu-b", job="node"}} [   12.201934] {}',
+    "Loki, journal": '2025-06-11T07:08:09Z {{host="gpu-b", transport="kernel"}} {}',
+    "ts": "Mar 03 11:02:17 [   12.201934] {}",
+    "collector before syslog": "2025-06-11T07:08:09Z Mar  3 11:02:17 gpu-b kernel: {}",
+    "indented": "    [   12.201934] {}",
 }
 
 
@@ -42,6 +79,7 @@ def test_the_kernel_s_own_lines_are_read_behind_every_prefix(shape: str) -> None
 
     assert line.from_kernel
     assert line.message == SAID
+    assert line.sure is (shape not in (OURS["bare"], OURS["iso, bare"]))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +93,16 @@ def test_the_kernel_s_own_lines_are_read_behind_every_prefix(shape: str) -> None
         "<11>[   12.201934] " + SAID,
         "user  :notice: [   12.201934] " + SAID,
         "daemon:err   : [   12.201934] " + SAID,
+        "gpu-b: Mar  3 11:02:17 gpu-b train.py[8812]: " + SAID,
+        "gpu-b: <11>[   12.201934] " + SAID,
+        "10.4.0.17: user: warning: [2025-06-11T07:08:09.123456789Z]: " + SAID,
+        "<11>1 2025-06-11T07:08:09Z gpu-b kernel - - - " + SAID,
+        "<3>1 2025-06-11T07:08:09Z gpu-b train.py 8812 - - " + SAID,
+        "1 2025-06-11T07:08:09Z gpu-b dcgm - - - [   12.201934] " + SAID,
+        "2025-06-11T07:08:09.123456789Z stdout F " + SAID,
+        "2025-06-11T07:08:09.123456789Z stderr F Mar  3 11:02:17 gpu-b dcgm[7]: " + SAID,
+        '2025-06-11T07:08:09Z {host="gpu-b", unit="dcgm.service"} ' + SAID,
+        "2025-06-11T07:08:09Z Mar  3 11:02:17 gpu-b dcgm: " + SAID,
         " SUBSYSTEM=pci",
         " DEVICE=+pci:0000:5d:00.0",
     ],
@@ -86,25 +134,52 @@ def test_the_second_line_of_a_message_is_indented_and_has_no_date() -> None:
 def test_the_distance_between_two_lines(first: str, second: str, seconds: float) -> None:
     time = LineTime()
 
-    assert time.at(parse(second)) - time.at(parse(first)) == 0.0  # set back: it stands still
+    assert (
+        time.at(parse(second).time) - time.at(parse(first).time) == 0.0
+    )  # set back: it stands still
     time = LineTime()
-    start = time.at(parse(first))
-    assert time.at(parse(second)) - start == pytest.approx(seconds)
+    start = time.at(parse(first).time)
+    assert time.at(parse(second).time) - start == pytest.approx(seconds)
 
 
 def test_two_clocks_are_never_compared() -> None:
     time = LineTime()
-    time.at(parse("[  100.0] a"))
-    time.at(parse("[  110.0] b"))
+    time.at(parse("[  100.0] a").time)
+    time.at(parse("[  110.0] b").time)
 
-    assert time.at(parse("Mar  3 11:02:17 h kernel: c")) == pytest.approx(10.0)
-    assert time.at(parse("Mar  3 11:02:20 h kernel: d")) == pytest.approx(13.0)
+    assert time.at(parse("Mar  3 11:02:17 h kernel: c").time) == pytest.approx(10.0)
+    assert time.at(parse("Mar  3 11:02:20 h kernel: d").time) == pytest.approx(13.0)
 
 
 def test_a_clock_of_both_kinds_counts_by_the_kernel_s_own() -> None:
     line = parse("Mar  3 11:02:17 h kernel: [ 55.5] a")
 
-    assert (line.at_s, line.clock) == (55.5, Clock.BOOT)
+    assert (line.time.at_s, line.time.clock) == (55.5, Clock.BOOT)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dcgm: " + SAID,
+        "Mar  3 11:02:17 gpu-a dcgm: kernel: " + SAID,
+        "[rank3]: " + SAID,
+        "2025-06-11T07:08:09Z dcgm: [   12.201934] " + SAID,
+    ],
+)
+def test_a_name_alone_before_the_words_is_a_program_s(line: str) -> None:
+    parsed = parse(line)
+
+    assert not (parsed.from_kernel and parsed.message == SAID)
+
+
+def test_lines_that_print_the_time_since_the_one_before() -> None:
+    time = LineTime()
+    lines = ("[Feb 9 16:24] a", "[  +2.500000] b", "[ +10.250000] c", "[<    0.250000>] d")
+    start, *later = [time.at(parse(line).time) for line in lines]
+
+    assert [at - start for at in later] == pytest.approx([2.5, 12.75, 13.0])
+    assert time.at(parse("[Feb 9 16:25] e").time) - start == pytest.approx(60.0)
+    assert time.timed
 
 
 @given(st.text(max_size=300))
@@ -118,4 +193,4 @@ def test_any_text_is_a_line(text: str) -> None:
     st.from_regex(r"(\[ {0,3}\d{1,15}\.\d{1,12}\] |\w{3} \d\d \d\d:\d\d:\d\d h kernel: )?.{0,60}")
 )
 def test_almost_lines_are_lines(text: str) -> None:
-    LineTime().at(parse(text))
+    LineTime().at(parse(text).time)
