@@ -40,6 +40,7 @@ class Row:
     min: float | None
     max: float | None
     n: int
+    """0: it was not tried, since this box cannot do it."""
 
     def as_json(self) -> dict[str, Any]:
         """The row as the result file has it."""
@@ -242,7 +243,7 @@ def _made(content: Mapping[str, Any]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     if row["median"] is None:
-        values = "never | –"
+        values = "never | –" if row["n"] else "not run here | –"
     else:
         values = f"{_number(row['median'])} {row['unit']} | {_number(row['min'])} to " + _number(
             row["max"]

@@ -68,6 +68,13 @@ def test_the_table_says_never_where_there_is_no_number(tmp_path: Path) -> None:
     assert "commit `abc` and uncommitted changes" in lines[-1]
 
 
+def test_the_table_says_what_was_not_tried() -> None:
+    row = common.row_of("ours", "back_s", "s", [])
+    content = {"bench": "some", "host": common.host(1.0), "commit": "a", "rows": [row.as_json()]}
+    lines = common.render(content, NOTES).splitlines()
+    assert "| ours | back_s | not run here | – | 0 |" in lines
+
+
 def test_a_section_is_replaced_and_the_rest_is_left_alone() -> None:
     first = common.with_section("# Benchmarks\n", "a", "one\n")
     both = common.with_section(first, "b", "two\n")
@@ -91,7 +98,7 @@ def test_the_committed_result_of_every_benchmark_is_whole_and_in_the_document(be
     section = document.partition(f"<!-- bench {bench} -->")[2].partition("<!-- end of bench")[0]
     for row in content["rows"]:
         assert set(row) == ROW
-        assert row["n"] >= 1
+        assert row["n"] >= 1 or row["median"] is None
         assert row["median"] is None or row["min"] <= row["median"] <= row["max"]
         assert f"| {row['system']} | {row['metric']} |" in section
 
