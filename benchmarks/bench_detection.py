@@ -71,7 +71,8 @@ REMARKS = (
 
 def main() -> int:
     """Measure."""
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     options = common.arguments(__doc__, repetitions=3, at_least=1)
     load_before, missing = common.load(), _missing()
     cases = [case for case in CASES if case.needs not in missing]
@@ -86,8 +87,8 @@ def main() -> int:
     return 0
 
 
-def _end(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)  # through all that has to be cleaned up
+def _end(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)  # through all that has to be cleaned up
 
 
 def _missing() -> Mapping[str, str]:
