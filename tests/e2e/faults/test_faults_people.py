@@ -101,7 +101,8 @@ async def test_raw_temporal_start_and_status(world: World) -> None:
             arguments = ("status", counter.name, "-o", "json", "--state", str(world.state))
             status = json.loads(await program("everstep", *arguments, cwd=world.folder))
             assert status["job_id"] == counter.name
-            return bool(status["phase"] == "running")
+            # On a busy box the job may be over before a command has looked twice.
+            return status["phase"] in ("running", "succeeded")
 
         await until("the job to run", shown)
         assert await job.succeeded() == []
