@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from everstep.decide.diagnosis.literals import LITERAL_CHARS_MIN, required_literals
+from everstep.decide.diagnosis.standing import says_none
 from everstep.decide.diagnosis.types import Signature
 
 _PIECE = LITERAL_CHARS_MIN
@@ -95,7 +96,7 @@ class Catalogue:
             )
             self._compiled[index] = compiled
         pattern, unless = compiled
-        if pattern.search(line) is None:
+        if all(says_none(line, *found.span()) for found in pattern.finditer(line)):
             return False
         return unless is None or unless.search(line) is None
 

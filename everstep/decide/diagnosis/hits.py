@@ -15,6 +15,12 @@ from dataclasses import dataclass, replace
 
 from everstep.decide.diagnosis.catalogue import Catalogue
 from everstep.decide.diagnosis.prefix import parse
+from everstep.decide.diagnosis.standing import (
+    Standing,
+    introduces_caught,
+    remark,
+    standing_of,
+)
 from everstep.decide.diagnosis.tracebacks import (
     BARE_EXCEPTION,
     Traceback,
@@ -84,6 +90,8 @@ class Hit:
     signature: Signature
     survived: bool = False
     """The process went on after it."""
+    mild: bool = False
+    """Its writer says that it goes on: a log line below the level of an error."""
     echo: bool = False
     """It only repeats that another process failed."""
     context: tuple[Item, ...] = ()
@@ -159,8 +167,9 @@ def _stream_hits(catalogue: Catalogue, stream: Sequence[Item]) -> list[Hit]:
         if position in quoted or position in raised or position in inside or not item.text.strip():
             continue
         signature = None if item.plain else catalogue.match(item.text)
-        if signature is not None:
-            hits.append(_hit(item, signature))
+        hit = None if signature is None else _hit(item, signature)
+        if hit is not None:
+            hits.append(hit)
         elif BARE_EXCEPTION.match(item.text):
             echo = _ECHO.match(item.text) is not None
             hits.append(Hit(item, PYTHON_EXCEPTION, echo=echo))
@@ -171,9 +180,15 @@ def _segments(stream: Sequence[Item]) -> list[int]:
     return [item.segment for item in stream]
 
 
-def _hit(item: Item, signature: Signature, context: tuple[Item, ...] = ()) -> Hit:
+def _hit(
+    item: Item, signature: Signature, context: tuple[Item, ...] = (), *, mild: bool = False
+) -> Hit | None:
+    standing = standing_of(item.text, signature)
+    if standing is Standing.NOTHING:
+        return None
     retried = _RETRIED.search(item.text) is not None
-    return Hit(item, signature, survived=retried, context=context)
+    mild = mild or standing is Standing.MILD
+    return Hit(item, signature, survived=retried, mild=mild, context=context)
 
 
 def _chains(found: Sequence[Traceback]) -> list[list[Traceback]]:
@@ -191,17 +206,28 @@ def _chain_hit(
 ) -> Hit | None:
     """What a chain of exceptions says: the first one that a signature knows, else the first."""
     plain: Hit | None = None
+    mild = _was_caught(stream, chain[0])
     for traceback in chain:
         final = stream[traceback.final]
         context = tuple(stream[max(traceback.start + 1, traceback.final - 2) : traceback.final])
         for item in _message(stream, traceback):
             signature = catalogue.match(item.text)
             if signature is not None and signature.role is not Role.NOTE:
-                return _hit(item, signature, context)
+                return _hit(item, signature, context, mild=mild)
         echo = _ECHO.match(final.text) is not None
         if plain is None or (plain.echo and not echo):
-            plain = Hit(final, PYTHON_EXCEPTION, echo=echo, context=context)
+            plain = Hit(final, PYTHON_EXCEPTION, mild=mild, echo=echo, context=context)
     return plain
+
+
+def _was_caught(stream: Sequence[Item], traceback: Traceback) -> bool:
+    """The line right before it is the log message that it belongs to, below an error."""
+    if traceback.start == 0:
+        return remark(stream[traceback.start].text)
+    header, before = stream[traceback.start], stream[traceback.start - 1]
+    if remark(header.text):
+        return True
+    return before.segment == header.segment and introduces_caught(before.text)
 
 
 def _message(stream: Sequence[Item], traceback: Traceback) -> list[Item]:

@@ -40,7 +40,7 @@ from everstep.decide.diagnosis.types import (
     Signature,
     Weight,
 )
-from everstep.decide.words import Action, Symptom
+from everstep.decide.words import Action, Confidence, Symptom
 
 EVIDENCE_MAX = 8
 EVIDENCE_CHARS_MAX = 400
@@ -90,7 +90,7 @@ def diagnose(
     hits = [hit for lines in items for hit in hits_of(catalogue, lines)]
     reported = [end for lines in items for end in ends_of(lines)]
     case = _Case(catalogue, sources, items, hits, reported, _given(ends), flight)
-    for step in (_by_root, _by_witness, _by_end, _by_figures, _by_note, _by_survived):
+    for step in (_by_root, _by_witness, _by_end, _by_mild, _by_figures, _by_note, _by_survived):
         found = step(case)
         if found is not None:
             return found
@@ -109,7 +109,7 @@ def _given(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def _by_root(case: _Case) -> Diagnosis | None:
-    live = [h for h in case.hits if not h.survived and h.signature.role is Role.ROOT and not h.echo]
+    live = [h for h in _live(case, Role.ROOT) if not h.echo]
     for weight in _WEIGHTS[:2]:
         chosen = _first(case, [hit for hit in live if hit.signature.weight is weight])
         if chosen is not None:
@@ -121,6 +121,11 @@ def _by_root(case: _Case) -> Diagnosis | None:
     if chosen is None:
         return None
     return _answer(case, chosen, chosen.signature, rank=_rank_of(case, chosen))
+
+
+def _live(case: _Case, role: Role) -> list[Hit]:
+    """What a process did not go on after, as far as anybody knows."""
+    return [h for h in case.hits if h.signature.role is role and not h.survived and not h.mild]
 
 
 def _first(case: _Case, hits: Sequence[Hit]) -> Hit | None:
@@ -200,8 +205,7 @@ def _rank_of_device(case: _Case, hit: Hit) -> int | None:
 
 
 def _by_witness(case: _Case) -> Diagnosis | None:
-    live = [h for h in case.hits if not h.survived and h.signature.role is Role.WITNESS]
-    teardown = [h for h in case.hits if not h.survived and h.signature.role is Role.TEARDOWN]
+    live, teardown = _live(case, Role.WITNESS), _live(case, Role.TEARDOWN)
     if not live:
         chosen = _first(case, [h for h in teardown if h.signature.symptom is not Symptom.UNKNOWN])
         return None if chosen is None else _answer(case, chosen, chosen.signature, rank=None)
@@ -269,11 +273,14 @@ def _by_end(case: _Case) -> Diagnosis | None:
     if signature is None:
         return None
     if signature is endings.FAILED:
-        other = _by_figures(case)
-        if other is None or other.symptom is not Symptom.NAN_VALUE:
+        other = _by_mild(case) or _by_figures(case)
+        if other is None or (other.role is Role.NOTE and other.symptom is not Symptom.NAN_VALUE):
             other = _by_survived(case)
         if other is not None:
             return other
+    told = _by_mild(case)
+    if told is not None and told.symptom is signature.symptom:
+        return told  # a line that says the same, and more
     rank = rank if rank is not None else _launcher_rank(case)
     hit = _last_line(case, signature) if end is None else Hit(end.item, signature)
     machine = None if end is None else end.machine
@@ -295,6 +302,28 @@ def _last_line(case: _Case, signature: Signature) -> Hit | None:
             if item.text.strip():
                 return Hit(item, signature)
     return None
+
+
+def _by_mild(case: _Case) -> Diagnosis | None:
+    """What was logged below the level of an error: a guess, when nothing else is there."""
+    mild = [h for h in case.hits if h.mild and not h.survived and not h.echo]
+    for role in (Role.ROOT, Role.WITNESS):
+        for weight in _WEIGHTS:
+            chosen = _first(
+                case, [h for h in mild if h.signature.role is role and h.signature.weight is weight]
+            )
+            if chosen is not None:
+                return _answer(
+                    case, chosen, _doubtful(chosen.signature), rank=_rank_of(case, chosen)
+                )
+    return None
+
+
+def _doubtful(signature: Signature) -> Signature:
+    """The same, but nobody loses a machine by it."""
+    evicts = signature.action in (Action.EVICT_MACHINE, Action.OVER_EVICT_GROUP)
+    action = Action.STOP_TIME_CHECK if evicts else signature.action
+    return replace(signature, action=action, confidence=Confidence.LOW)
 
 
 def _by_figures(case: _Case) -> Diagnosis | None:

@@ -1,0 +1,111 @@
+"""What a line may claim: zeros, advice, quotes and remarks never lead to the loss of a machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.decide.diagnosis.types import Diagnosis, LogLine, LogSource, RankEnd
+from everstep.decide.diagnosis.verdict import diagnose
+from everstep.decide.words import Action, Confidence, Symptom
+from everstep.spec.log_catalogue import load_signatures
+
+CATALOGUE = load_signatures(environ={})
+BUG = [
+    "[rank4]: Traceback (most recent call last):",
+    '[rank4]:   File "/code/fit.py", line 8, in run',
+    "[rank4]:     return table[name]",
+    "[rank4]: KeyError: 'name'",
+]
+HANG = [
+    f"[rank{rank}]:[E203 11:00:00.1 ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, "
+    "Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
+    for rank in range(3)
+]
+
+
+def judged(lines: list[str], end: RankEnd | None = None) -> Diagnosis:
+    numbered = tuple(LogLine(number, line) for number, line in enumerate(lines, 1))
+    source = LogSource(file="job.log", lines=numbered, lines_total=len(lines))
+    return diagnose(CATALOGUE, [source], [] if end is None else [end])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    Double Bit ECC        : 0",
+        "    Remapping Failure Occurred    : No",
+        "| row remap failure | N/A |",
+        "| Uncorrectable ECC | 0 | Page retirement pending | No |",
+        "check: uncorrectable ECC errors: 0, lost: none => PASS",
+        '{"uncorrectable ECC": 0, "GPU is lost": false}',
+        "no uncorrectable ECC errors found",
+        "0 uncorrectable ECC errors",
+        "without any out of memory kill",
+        "GPU is lost ........ OK",
+    ],
+)
+@pytest.mark.parametrize("failure", [BUG, HANG])
+def test_a_value_of_none_is_no_fault(line: str, failure: list[str]) -> None:
+    assert judged([line, *failure]).symptom in (Symptom.USER_CODE, Symptom.HANG)
+    assert judged([line]).rule == "nothing_found"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GPU 3: uncorrectable ECC errors: 2",
+        "    Double Bit ECC        : 1",
+        "    Remapping Failure Occurred    : Yes",
+        "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "GPU 0 uncorrectable ECC error",
+    ],
+)
+def test_a_value_that_counts_is_a_fault(line: str) -> None:
+    assert judged([line]).action is Action.EVICT_MACHINE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "m1:7:9 [2] NCCL INFO NET/Plugin: libnccl-net.so: cannot open shared object file",
+        "WARNING: fast_norm is not there: No module named 'fast_norm'",
+        "2024-05-01 10:00:00,120 [WARNING] loader: cannot identify image file, record 7 left out",
+        "bash: /etc/profile.d/site.sh: Permission denied",
+        "ulimit: open files: cannot modify limit: Operation not permitted",
+        (
+            "[W203 10:00:00.1 socket.cpp:601] [c10d] The client socket has failed to connect to "
+            "[m0]:29500 (errno: 111 - Connection refused)."
+        ),
+        "m1:7:9 [2] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : LID change",
+        "  docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864",
+    ],
+)
+@pytest.mark.parametrize("failure", [BUG, HANG])
+def test_a_remark_loses_against_a_real_end(line: str, failure: list[str]) -> None:
+    assert judged([line, *failure]).symptom in (Symptom.USER_CODE, Symptom.HANG)
+    alone = judged([line])
+    assert alone.confidence is Confidence.LOW
+    assert alone.action is not Action.EVICT_MACHINE
+    killed = judged([line], RankEnd(signal=9))
+    assert killed.symptom is Symptom.UNKNOWN
+
+
+def test_a_traceback_that_was_logged_as_a_warning_was_caught() -> None:
+    caught = ["WARNING: scoring left out", "Traceback (most recent call last):"]
+    caught += ['  File "/code/score.py", line 3, in score', "ZeroDivisionError: division by zero"]
+    assert judged([*caught, *HANG]).symptom is Symptom.HANG
+    assert judged([*caught, *BUG]).first_failed_rank == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sample: User: my GPU has fallen off the bus, what can I do?",
+        "[rank0]: prompt 3: CUDA error: uncorrectable ECC error encountered, explain it",
+        "I asked: why is it that my GPU is lost",
+    ],
+)
+def test_quoted_text_is_no_evidence(line: str) -> None:
+    assert judged([line]).rule == "nothing_found"
+    assert judged([line, *BUG]).symptom is Symptom.USER_CODE
