@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from everstep.decide.kernel_findings import (
     EVIDENCE_CHARS_MAX,
@@ -33,33 +33,15 @@ from everstep.decide.kernel_match import Hit, Matcher
 from everstep.decide.kernel_rules import KernelRules, LineRule, NumberRule
 from everstep.decide.kernel_text import KernelLine
 from everstep.decide.kernel_times import Clock, LineTime
+from everstep.decide.kernel_verdict import Coverage, KernelVerdict
 from everstep.decide.observation import Observation
-from everstep.decide.words import Action, Confidence, Side, Symptom, Verdict
+from everstep.decide.words import Action, Verdict
 
 FINDINGS_MAX = 4_096
 TEARDOWNS_MAX = 16
 BOOT_MESSAGE = "Linux version "
 
 __all__ = ["EvidenceLine", "KernelJudge", "KernelVerdict", "judge"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelVerdict:
-    """What a kernel log says about its machine."""
-
-    action: Action
-    symptom: Symptom
-    """UNKNOWN when nothing that means anything was found."""
-    side: Side
-    confidence: Confidence
-    rule: str
-    """Which row decided; empty: none."""
-    target: str
-    observations: tuple[Observation, ...]
-    """One for each finding that stands, the one that decided first."""
-    evidence: tuple[EvidenceLine, ...]
-    why: str
-    """One sentence for a person."""
 
 
 def judge(
@@ -89,6 +71,7 @@ class KernelJudge:
         self._time = LineTime()
         self._at_s: float | None = None
         self._lines = 0
+        self._coverage = Coverage()
         self._booted_s: float | None = None
         """When the kernel's first message came, if it did."""
         self._findings: dict[tuple[str, str], Finding] = {}
@@ -111,6 +94,7 @@ class KernelJudge:
         self._lines += 1
         parsed = self._reader.read(line)
         if parsed is None:
+            self._coverage.note(self._lines, line, None, found=False)
             return []
         if parsed.time.at_s is None:
             self._pass_time(at_s)
@@ -120,6 +104,7 @@ class KernelJudge:
         if parsed.from_kernel and parsed.message.startswith(BOOT_MESSAGE):
             self._booted_s = now_s
         hit = self._matcher.match(parsed.message) if parsed.from_kernel else None
+        self._coverage.note(self._lines, line, parsed, found=hit is not None)
         if hit is not None:
             out += self._take(hit, parsed, now_s, at_s)
         return out
@@ -165,38 +150,29 @@ class KernelJudge:
         ]
         standing.sort(key=lambda f: (-RANK[f.action], f.order))
         if not standing:
-            over = any(f.cleared for f in self._findings.values())
-            why = "what was reported is over" if over else "no line calls for an action"
-            return KernelVerdict(
-                action=Action.WARN_ONLY,
-                symptom=Symptom.UNKNOWN,
-                side=Side.UNCLEAR,
-                confidence=Confidence.LOW,
-                rule="",
-                target="",
-                observations=(),
-                evidence=tuple(e for f in self._findings.values() for e in f.evidence)[-1:],
-                why=why,
-            )
+            seen = self._findings.values()
+            lines = [line for finding in seen for line in finding.evidence]
+            over = any(finding.cleared for finding in seen)
+            return self._coverage.nothing(lines[-1] if lines else None, over=over)
         first = standing[0]
-        seen = tuple(f.observation(f.action) for f in standing)
+        told = tuple(f.observation(f.action) for f in standing)
         return KernelVerdict(
             action=first.action,
             symptom=first.hit.rule.symptom,
             side=first.hit.rule.side,
-            confidence=seen[0].confidence,
+            confidence=told[0].confidence,
             rule=first.hit.name,
             target=first.hit.target,
-            observations=seen,
+            observations=told,
             evidence=tuple(first.evidence),
-            why=seen[0].reason,
+            why=told[0].reason,
         )
 
     # --- One hit
 
     def _take(self, hit: Hit, line: KernelLine, now_s: float, at_s: float) -> list[Observation]:
         rule = hit.rule
-        if rule.teardown and self._torn_down(at_s):
+        if hit.expected and self._torn_down(at_s):
             return []
         if isinstance(rule, LineRule):
             if self._uptime_s(line, now_s) < rule.boot_grace_s:
@@ -212,6 +188,7 @@ class KernelJudge:
         merged = finding.count > 0 and now_s - finding.last_s <= self._rules.windows.burst_s
         evidence = EvidenceLine(self._lines, line.message[:EVIDENCE_CHARS_MAX])
         finding.note(now_s, hit.count, evidence)
+        merged = not finding.ended(hit) and merged
         action = self._together(hit, finding, now_s)
         if is_softened(rule):
             if not merged:
@@ -303,8 +280,6 @@ class KernelJudge:
         within_s = self._rules.windows.consequences_s
         if isinstance(rule, LineRule):
             within_s = rule.explained_within_s
-        if finding.hit.caused_by is not None:
-            names.add(f"xid_{finding.hit.caused_by}")
         if not names:
             return False
         causes = [f for f in self._findings.values() if f.hit.name in names and not f.cleared]

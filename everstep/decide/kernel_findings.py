@@ -18,6 +18,7 @@ EVIDENCE_LINES_MAX = 5
 EVIDENCE_CHARS_MAX = 300
 TIMES_MAX = 4_096
 PROGRAMS_MAX = 64
+KILLED_MAX = 64
 
 RANK = {
     Action.WARN_ONLY: 0,
@@ -61,6 +62,8 @@ class Finding:
     """When its action is decided: a word that would soften it may still come."""
     times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TIMES_MAX))
     evidence: list[EvidenceLine] = field(default_factory=list)
+    killed: dict[int, str] = field(default_factory=dict)
+    """Processes that the kernel ended for want of memory, with their names."""
 
     def note(self, now_s: float, count: int, line: EvidenceLine) -> None:
         """It came once more."""
@@ -70,12 +73,25 @@ class Finding:
         if len(self.evidence) < EVIDENCE_LINES_MAX:
             self.evidence.append(line)
 
+    def ended(self, hit: Hit) -> bool:
+        """Whether it names a process that the kernel ended and that was not known yet."""
+        if hit.rule.kind is not KernelClass.OUT_OF_MEMORY or hit.pid is None:
+            return False
+        new = hit.pid not in self.killed and len(self.killed) < KILLED_MAX
+        if new:
+            self.killed[hit.pid] = hit.program
+        return new
+
     def observation(self, action: Action) -> Observation:
         """The finding as a probe tells it."""
         hit = self.hit
         values: dict[str, Value] = {**hit.values, "count": self.count}
         if self.evidence:
             values["line"] = self.evidence[0].text
+        if self.killed:
+            pid, program = next(reversed(self.killed.items()))
+            pids = ", ".join(map(str, self.killed))
+            values |= {"pid": pid, "program": program, "pids": pids}
         sure = action is Action.EVICT_MACHINE or hit.rule.kind is KernelClass.OUT_OF_MEMORY
         return Observation(
             probe=PROBE,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from everstep.decide.kernel_rules import (
+    KernelClass,
     KernelRules,
     LineRule,
     NumberRule,
@@ -42,6 +43,12 @@ _NONFATAL = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)
 _FATAL = re.compile(r"\bfatal\b", re.IGNORECASE)
 _RECOVERY = re.compile(r"\bto 0x[\da-f]+ \((?P<name>[^)]{1,60})\)", re.IGNORECASE)
 _CAUSED_BY = re.compile(r"caused by previous Xid (?P<number>\d{1,5})", re.IGNORECASE)
+_ENDED = re.compile(
+    r"\b(?:kill(?:ed)?|reaped) process (?P<pid>\d{1,10})(?:, UID \d+,)? \((?P<name>.{1,64}?)\)"
+    r"(?=,? (?:total-vm|vsz|UID|now|score)\b|$)"
+    r"|,task=(?P<task>.{1,64}),pid=(?P<task_pid>\d{1,10})\b",
+    re.IGNORECASE,
+)
 _FIRST_WORD = re.compile(r"(\S+)\s+")
 
 # Bits of an x86 machine check status word (IA32_MCi_STATUS).
@@ -76,7 +83,8 @@ class Hit:
     pid: int | None = None
     program: str = ""
     recovery: RecoveryRule | None = None
-    caused_by: int | None = None
+    expected: bool = False
+    """Ordinary while processes of ours are being ended."""
     values: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -147,8 +155,9 @@ class Matcher:
         return None
 
     def _xid(self, found: re.Match[str]) -> Hit:
-        number, rest = int(found["number"]), found["rest"]
-        rule = self._rules.xids.get(number, self._rules.unknown_xid)
+        printed, rest = int(found["number"]), found["rest"]
+        number = self._cause(printed, rest)
+        rule = self._xid_rule(number)
         address = pci_key(found["where"])
         values: dict[str, Value] = {"xid": number, "pci_address": address}
         program = _PID.search(rest)
@@ -158,12 +167,18 @@ class Matcher:
             values |= {"pid": pid, "program": name}
         recovery, action = None, _by_severity(rule, rest)
         if rule.recovery:
-            printed = _RECOVERY.search(rest)
-            recovery = self._rules.recovery.get(printed["name"].lower()) if printed else None
+            to = _RECOVERY.search(rest)
+            recovery = self._rules.recovery.get(to["name"].lower()) if to else None
             if recovery is not None:
                 action = recovery.action
                 values["recovery_action"] = recovery.name
-        cause = _CAUSED_BY.search(rest)
+        expected = rule.teardown
+        if number != printed:
+            values["named_by_xid"] = printed
+            # Whose channels are removed is not always who made the error.
+            pid, name = None, ""
+            cleanup = self._xid_rule(printed).teardown
+            expected = expected or (cleanup and action is Action.WARN_ONLY)
         return Hit(
             name=f"xid_{number}",
             rule=rule,
@@ -174,9 +189,19 @@ class Matcher:
             pid=pid,
             program=name,
             recovery=recovery,
-            caused_by=int(cause["number"]) if cause is not None else None,
+            expected=expected,
             values=values,
         )
+
+    def _xid_rule(self, number: int) -> NumberRule:
+        return self._rules.xids.get(number, self._rules.unknown_xid)
+
+    def _cause(self, number: int, rest: str) -> int:
+        """The Xid that a line is about: the one that it names as its cause, if it does."""
+        named = _CAUSED_BY.search(rest)
+        if named is None or self._xid_rule(int(named["number"])).recovery:
+            return number
+        return int(named["number"])
 
     def _sxid(self, found: re.Match[str]) -> Hit | None:
         number, rest = int(found["number"]), found["rest"]
@@ -202,12 +227,18 @@ class Matcher:
                 action = Action.EVICT_MACHINE
             elif status & _STATUS_OVERFLOW:
                 action = Action.STOP_TIME_CHECK
+        pid, program = (
+            _ended(found.string) if rule.kind is KernelClass.OUT_OF_MEMORY else (None, "")
+        )
         return Hit(
             name=rule.name,
             rule=rule,
             target=self._target(rule.target, groups.get("target") or ""),
             action=action,
             count=count,
+            pid=pid,
+            program=program,
+            expected=rule.teardown,
         )
 
     def _target(self, kind: TargetKind, text: str) -> str:
@@ -246,6 +277,14 @@ class Matcher:
                 still.append(joining)
         self._joining = still if hit is None else []
         return hit
+
+
+def _ended(message: str) -> tuple[int | None, str]:
+    """The process that an out-of-memory line says was ended."""
+    found = _ENDED.search(message)
+    if found is None:
+        return None, ""
+    return int(found["pid"] or found["task_pid"]), found["name"] or found["task"]
 
 
 def _by_severity(rule: NumberRule, rest: str) -> Action:

@@ -22,7 +22,7 @@ LINE_CHARS_MAX = 1_200
 LAYERS_MAX = 4
 """So many tools may have put something before a line."""
 
-__all__ = ["ORIGIN", "Clock", "KernelLine", "LineTime", "parse", "parse_text"]
+__all__ = ["FIRST_WORDS", "ORIGIN", "Clock", "KernelLine", "LineTime", "parse", "parse_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ ORIGIN = re.compile(r"(?:\[pod/[^\]]{1,200}\]|[\w.@%+/-]{1,200}(?::\d+){0,2}(?:\
 _LABELS = re.compile(r"(?:(?:stdout|stderr) [FP] |\{\w+=\"[^}]{0,600}\}\s*)")
 """What log collectors write before a line, or between their time and the line."""
 _LABEL_KERNEL = re.compile(r'="kern(el)?"')
-_FIRST_WORDS = frozenset(
+FIRST_WORDS = frozenset(
     (
         "bug",
         "block",
@@ -184,7 +184,7 @@ def _timed(line: KernelLine, wall: Stamp | None) -> KernelLine:
 
 def _of_program(text: str) -> bool:
     program = _PROGRAM_TAG.match(text)
-    return program is not None and (program["host"] or "").lower() not in _FIRST_WORDS
+    return program is not None and (program["host"] or "").lower() not in FIRST_WORDS
 
 
 def _not_ours(text: str) -> KernelLine:
