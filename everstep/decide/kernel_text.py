@@ -38,6 +38,7 @@ class KernelLine:
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_QUOTE = re.compile(r"(?:\s{0,20}> ?){1,8}")  # as in a ticket or a mail
 _KMSG = re.compile(r"(\d{1,4}),(\d+),(\d+),[^;]{0,80};(.*)$", re.DOTALL)
 _KMSG_PART = re.compile(r" [A-Z][A-Z0-9_]*=")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
@@ -99,7 +100,8 @@ def parse(line: str) -> KernelLine:
     text = _ANSI.sub("", line[:LINE_CHARS_MAX]).rstrip("\r\n\0 ").removeprefix("\ufeff")
     if _KMSG_PART.match(text):
         return _not_ours(text)
-    return parse_text(text.lstrip())
+    quote = _QUOTE.match(text)
+    return parse_text((text[quote.end() :] if quote is not None else text).lstrip())
 
 
 def parse_text(text: str, layers: int = LAYERS_MAX) -> KernelLine:

@@ -88,7 +88,8 @@ class Coverage:
             why = f"no kernel line was recognised in {lines}"
         evidence = last
         if self.quoted is not None:
-            why += f", but line {self.quoted.number} quotes an Xid and is not the kernel's own"
+            number = self.quoted.number
+            why += f", but line {number} has an Xid in a form that is not known as the kernel's own"
             evidence = last or self.quoted
         return KernelVerdict(
             action=Action.WARN_ONLY,

@@ -69,6 +69,8 @@ OURS = {
     "Loki, journal": '2025-06-11T07:08:09Z {{host="gpu-b", transport="kernel"}} {}',
     "ts": "Mar 03 11:02:17 [   12.201934] {}",
     "collector before syslog": "2025-06-11T07:08:09Z Mar  3 11:02:17 gpu-b kernel: {}",
+    "quoted in a ticket": "> [   12.201934] {}",
+    "quoted, gathered": "> gpu-b: [   12.201934] {}",
     "indented": "    [   12.201934] {}",
 }
 
