@@ -80,7 +80,16 @@ def test_the_symptom_is_named_where_we_know_it(rules: KernelRules) -> None:
 
 @pytest.mark.parametrize(
     "prefix",
-    ["kernel: ", "[  812.125000] ", "Mar  3 11:02:17 n1 kernel: ", "6,1,812125000,-;"],
+    [
+        "kernel: ",
+        "[  812.125000] ",
+        "[  +0.000000] ",
+        "n1: [  812.125000 <    0.000000>] ",
+        "Mar  3 11:02:17 n1 kernel: ",
+        "<4>1 2025-03-03T11:02:17Z n1 kernel - - - ",
+        "10.0.0.7: kern: warning: [2025-03-03T11:02:17.5Z]: ",
+        "6,1,812125000,-;",
+    ],
 )
 def test_the_prefix_does_not_change_the_decision(prefix: str, rules: KernelRules) -> None:
     bare = [case for case in cases("kernel_more") if not _has_prefix(case["lines"])]
