@@ -91,7 +91,10 @@ def as_data(verdict: Diagnosis) -> dict[str, Any]:
 
 def _end(exit_code: int | None, signal: str | None) -> RankEnd:
     from everstep.decide.diagnosis.types import RankEnd
+    from everstep.errors import UsageProblem
 
+    if exit_code is not None and not -64 <= exit_code <= 255:
+        raise UsageProblem(f"--exit-code: got {exit_code}; -64 to 255 is accepted")
     return RankEnd(exit_code=exit_code, signal=_signal(signal) if signal else None)
 
 

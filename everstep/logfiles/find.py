@@ -32,8 +32,19 @@ _RANK = (
     ),
 )
 _MACHINE = re.compile(
-    r"(?:^|[/_.-])((?:node|host|machine|gpu|worker-node|n|h)[_-]?\d[\w-]*?)(?=[/_.]|-rank|$)",
+    r"(?:[a-z][a-z0-9]*[-_.])*?(?:node|host|machine|gpu|server|nid|vm|gn|cn|n|h)[-_]?\d[\w-]*?"
+    r"|[a-z]\d{2,4}-\d{2,4}|ip(?:-\d{1,3}){4}|[dh]gx[-_]?(?:[a-z]\w*[-_])?\d+[\w-]*?"
+    r"|(?:[a-z][a-z0-9]*[-_])+(?:node|host|machine|gpu)[-_]?\d[\w-]*?",
     re.IGNORECASE,
+)
+_FOLDER = re.compile(rf"(?:{_MACHINE.pattern})(?:\.[a-z][\w.-]*)?", re.IGNORECASE)
+_NO_HOST = re.compile(
+    r"^(?:(?:logs?|train\w*|std(?:err|out)|out(?:put)?|err(?:or)?s?|console|slurm|job|run|worker"
+    r"|(?:global[_-]?)?rank[_-]?\d*|\d+)[-_.])+",
+    re.IGNORECASE,
+)
+_AFTER_HOST = re.compile(
+    r"[-_.](?:rank|local|std|proc|task|out|err|log)[\w.-]*$|\.[a-z]\w*$", re.IGNORECASE
 )
 
 
@@ -80,8 +91,17 @@ def owner(name: str) -> tuple[int | None, str | None]:
     """Rank and machine by the name of a file and its folders; None where it does not say."""
     plain = name.replace("\\", "/")
     rank = next((int(found[1]) for pattern in _RANK if (found := _last(pattern, plain))), None)
-    machine = _last(_MACHINE, plain)
-    return rank, machine[1] if machine else None
+    *folders, name = plain.split("/")
+    hosts = [m[0] for part in folders if (m := _FOLDER.fullmatch(part))]
+    return rank, _host(name) or (hosts[-1] if hosts else None)
+
+
+def _host(name: str) -> str | None:
+    """The machine that the name of a file holds, uncut; None where it does not."""
+    name, before = _NO_HOST.sub("", name), ""
+    while name != before:
+        before, name = name, _AFTER_HOST.sub("", name)
+    return name if _MACHINE.fullmatch(name) else None
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -10,6 +10,7 @@ Not here: what lines mean (``everstep.decide.diagnosis``).
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections import Counter, deque
@@ -59,9 +60,11 @@ def read_log(file: LogFile, catalogue: Catalogue, scanner: Scanner) -> Read:
     problem: str | None = None
     try:
         with closing(_open(file)) as stream:
-            for block in _blocks(stream):
-                if keeper.blocks == 0 and not file.named and _is_binary(block):
-                    return Read(None)
+            for block in _blocks(_decoded(stream)):
+                if keeper.blocks == 0 and _is_binary(block):
+                    if not file.named:
+                        return Read(None)
+                    problem = f"{file.shown}: it begins with bytes that are no text"
                 keeper.take(block)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -71,7 +74,7 @@ def read_log(file: LogFile, catalogue: Catalogue, scanner: Scanner) -> Read:
     source = LogSource(
         file=file.shown,
         lines=keeper.lines(),
-        lines_total=keeper.count,
+        lines_total=keeper.count + keeper.open,
         rank=file.rank,
         machine=file.machine,
         complete=problem is None,
@@ -81,7 +84,7 @@ def read_log(file: LogFile, catalogue: Catalogue, scanner: Scanner) -> Read:
 
 def _open(file: LogFile) -> IO[bytes] | gzip.GzipFile:
     stream = file.path.open("rb", buffering=0)
-    if file.path.suffix == ".gz" or (file.path.is_file() and stream.read(2) == _GZIP):
+    if file.path.is_file() and stream.read(2) == _GZIP:
         stream.close()
         return gzip.open(file.path, "rb")
     if file.path.is_file():
@@ -89,10 +92,24 @@ def _open(file: LogFile) -> IO[bytes] | gzip.GzipFile:
     return stream
 
 
-def _blocks(stream: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+def _decoded(stream: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+    """The bytes of a file, as UTF-8 where a mark at its begin says that it is UTF-16."""
+    chunk = stream.read(BLOCK_BYTES)
+    if not chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        while chunk:
+            yield chunk
+            chunk = stream.read(BLOCK_BYTES)
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    while chunk:
+        yield decoder.decode(chunk).encode("utf-8", "replace")
+        chunk = stream.read(BLOCK_BYTES)
+
+
+def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Whole lines, about ``BLOCK_BYTES`` at a time; a line without end is cut."""
     rest = b""
-    while chunk := stream.read(BLOCK_BYTES):
+    for chunk in chunks:
         block = rest + chunk if rest else chunk
         cut = block.rfind(b"\n") + 1
         if cut == 0:
@@ -124,7 +141,11 @@ class _Keeper:
         self._tried: Counter[int] = Counter()
         self._until = 0
         """Keep all lines up to this number."""
+        self._ended = 0
         self.count = 0
+        """Lines that have ended."""
+        self.open = False
+        """The last one has no line end (yet)."""
         self.blocks = 0
         self.bytes_read = 0
 
@@ -137,18 +158,21 @@ class _Keeper:
         self.bytes_read += len(block)
         self._carry_on(block, first)
         self._follow(block, first, self._scanner.places(block))
-        self.count += block.count(b"\n") + (not block.endswith(b"\n"))
         self._last.append((first, block))
+        self._ended += block.count(b"\n")
+        self.count = self._ended
+        self.open = not block.endswith(b"\n")
 
     def lines(self) -> tuple[LogLine, ...]:
         """What was kept, in order."""
         out = dict(self._kept)
-        wanted, after = TAIL_LINES, self.count
+        wanted = TAIL_LINES
         for first, block in reversed(self._last):
             end = _end_of(block, wanted)
-            for number, raw in enumerate(end, after - len(end) + 1):
+            last = first + block.count(b"\n") - block.endswith(b"\n")
+            for number, raw in enumerate(end, last - len(end) + 1):
                 out.setdefault(number, _text(raw))
-            wanted, after = wanted - len(end), first - 1
+            wanted -= len(end)
             if wanted <= 0:
                 break
         numbers = sorted(out)

@@ -135,6 +135,7 @@ def test_diagnose_starts_without_what_only_servers_need(shell: Shell, tmp_path: 
         (["diagnose"], 2, "name a log file"),
         (["diagnose", "nowhere.log"], 4, "nowhere.log: No such file"),
         (["diagnose", ".", "--signal", "SIGNOPE"], 2, "--signal: got 'SIGNOPE'"),
+        (["diagnose", ".", "--exit-code", "999"], 2, "--exit-code: got 999; -64 to 255"),
         (["diagnose", "--kernel-log", "nowhere"], 4, "nowhere: No such file"),
         (["diagnose", ".", "--signatures", "nowhere.yaml"], 3, "nowhere.yaml"),
     ],

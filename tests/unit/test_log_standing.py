@@ -109,3 +109,76 @@ def test_a_traceback_that_was_logged_as_a_warning_was_caught() -> None:
 def test_quoted_text_is_no_evidence(line: str) -> None:
     assert judged([line]).rule == "nothing_found"
     assert judged([line, *BUG]).symptom is Symptom.USER_CODE
+
+
+def test_what_many_ranks_meet_alike_has_no_first_rank() -> None:
+    lines = [f"[rank{rank}]: ModuleNotFoundError: No module named 'fast_norm'" for rank in (2, 5)]
+    assert judged(lines).first_failed_rank is None
+    assert judged(lines[:1]).first_failed_rank == 2
+
+
+def test_srun_names_the_task_and_its_machine() -> None:
+    before = "[rank0]: step 4"
+    one = judged([before, "srun: error: m7: task 6: Out Of Memory"])
+    assert (one.first_failed_rank, one.machines) == (6, ("m7",))
+    assert judged([before, "srun: error: m7: tasks 2-5: Out Of Memory"]).first_failed_rank is None
+
+
+def test_a_traceback_of_another_rank_is_that_ranks() -> None:
+    head = "[rank5]: Traceback (most recent call last): (RANK 11)"
+    frame = '[rank5]:   File "/code/plan.py", line 3, in plan'
+    found = judged([head, frame, "[rank5]: RuntimeError: Missing key in checkpoint state_dict: a"])
+    assert found.first_failed_rank == 11
+
+
+def test_the_kernel_killed_something_else() -> None:
+    lines = ["Out of memory: Killed process 311 (updatedb) total-vm:8kB"]
+    lines += ["E0801 failed (exitcode: -9) local_rank: 6 (pid: 99) of binary: python3"]
+    found = judged(lines)
+    assert (found.confidence, found.first_failed_rank) == (Confidence.LOW, None)
+
+
+def test_a_person_who_interrupts_is_no_failure() -> None:
+    found = judged(["step 4 loss 2.0", "KeyboardInterrupt"], RankEnd(exit_code=130))
+    assert (found.rule, found.action) == ("interrupted", Action.WARN_ONLY)
+
+
+def test_bars_that_are_redrawn_in_one_line_count_as_progress() -> None:
+    bar = "\r".join(f" {i}%|#   | {i}/90 [00:0{i}<01:00, 1.2it/s]" for i in range(1, 6))
+    assert judged([BUG[-1], bar, *HANG]).symptom is Symptom.HANG
+
+
+def test_a_traceback_inside_a_torchrun_block_is_read() -> None:
+    rule = "-" * 40
+    lines = ["Root Cause (first observed failure):", "[0]:", "  rank      : 12 (local_rank: 4)"]
+    lines += ["  exitcode  : 1 (pid: 5)", "  traceback : Traceback (most recent call last):"]
+    lines += ['    File "/code/fit.py", line 2, in fit', "      x = options.rate"]
+    lines += ["  AttributeError: 'Options' object has no attribute 'rate'", rule]
+    found = judged(lines)
+    assert (found.symptom, found.first_failed_rank) == (Symptom.USER_CODE, 12)
+
+
+@pytest.mark.parametrize(
+    ("times", "rule"),
+    [
+        ([1.0] * 100 + [3.5] * 20, "step_time_decline"),
+        ([1.0] * 30 + [3.5] * 30, "step_time_decline"),
+        ([1.5] * 20 + [0.5] * 20, "nothing_found"),
+        (([0.5] * 9 + [2.5]) * 4, "step_time_beat"),
+        ([9.0] + [0.5] * 30, "nothing_found"),
+    ],
+)
+def test_only_a_lasting_decline_is_one(times: list[float], rule: str) -> None:
+    assert judged([f"step {n} | {time} s/it" for n, time in enumerate(times)]).rule == rule
+
+
+@pytest.mark.parametrize(
+    ("line", "symptom"),
+    [
+        ("[m7:1:0] ib_mlx5_log.c:177 Transport retry count exceeded on mlx5_1:1", "network_nccl"),
+        ("RuntimeError: Timed out initializing process group in store based barrier", "hang"),
+        ("AssertionError: bad header, cannot read: /set/part.idx", "data_error"),
+    ],
+)
+def test_kinds_of_text(line: str, symptom: str) -> None:
+    assert judged([line], RankEnd(exit_code=1)).symptom.value == symptom

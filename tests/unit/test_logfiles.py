@@ -18,7 +18,7 @@ from everstep.decide.diagnosis.catalogue import Catalogue
 from everstep.decide.diagnosis.flight import dump_of, missing_ranks
 from everstep.decide.diagnosis.prefix import parse
 from everstep.decide.diagnosis.tail import diagnose_tail
-from everstep.decide.diagnosis.types import LogLine, LogSource
+from everstep.decide.diagnosis.types import LogLine, LogSource, RankEnd
 from everstep.decide.diagnosis.verdict import diagnose
 from everstep.logfiles.error_files import read_error_file
 from everstep.logfiles.find import LogFile, NoSuchPath, find_logs, owner
@@ -112,7 +112,8 @@ def test_strange_files_are_read(tmp_path: Path, content: bytes) -> None:
     found = diagnose_files([path], CATALOGUE)
     wanted = "ecc_uncorrectable" if ECC.encode() in content else "nothing_found"
     assert found.verdict.rule == wanted
-    assert found.problems == ()
+    warned = [f"{path}: it begins with bytes that are no text"] if b"\x00" in content else []
+    assert list(found.problems) == warned
 
 
 def test_gzip_is_read_and_a_cut_one_says_so(tmp_path: Path) -> None:
@@ -159,6 +160,15 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
         ("t/run_x/attempt_0/3/stderr.log", 3, None),
         ("slurm-4711.out", None, None),
         ("global_rank-8.txt.gz", 8, None),
+        ("gpu-node-41/rank_2.log", 2, "gpu-node-41"),
+        ("GPU-NODE-3/a.log", None, "GPU-NODE-3"),
+        ("a_host_6/a.log", None, "a_host_6"),
+        ("ip-10-9-8-7/a.log", None, "ip-10-9-8-7"),
+        ("dgx-h100-2/a.log", None, "dgx-h100-2"),
+        ("c044-017/a.log", None, "c044-017"),
+        ("node8.cluster.local/a.log", None, "node8.cluster.local"),
+        ("host-3-rank5.log", 5, "host-3"),
+        ("epoch_3/v2.log", None, None),
     ],
 )
 def test_names_of_files_tell_whose_they_are(
@@ -327,3 +337,51 @@ def test_a_site_file_is_laid_over(tmp_path: Path) -> None:
     found = catalogue.match("OSError: [Errno 5] ourstore: gone")
     assert found is not None
     assert found.name == "our_store"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[default1]:[rank9]: KeyError: 'a'",
+        "2025-03-01T08:00:00.125Z host-7 [rank9]: KeyError: 'a'",
+        "i.fit/0 [default1]:[rank9]: KeyError: 'a'",
+        '{"time": "08:00", "rank": 9, "level": "error", "message": "KeyError: 1"}',
+        "rank9: KeyError: 'a'",
+        "(rank 9) KeyError: 'a'",
+        "|rank 9| KeyError: 'a'",
+        "Rank[9]: KeyError: 'a'",
+        "[9] KeyError: 'a'",
+    ],
+)
+def test_prefixes_tell_the_rank_over_all_machines(line: str) -> None:
+    parsed = parse(line)
+    assert parsed.rank == 9
+    assert parsed.text.startswith("KeyError")
+
+
+def test_utf_16_and_text_with_the_name_of_an_archive_are_read(tmp_path: Path) -> None:
+    wide, plain_text = tmp_path / "wide.log", tmp_path / "a.log.gz"
+    wide.write_bytes(f"first\n{ECC}\n".encode("utf-16"))
+    plain_text.write_text(f"first\n{ECC}\n", encoding="utf-8")
+    for path in (wide, plain_text):
+        found = diagnose_files([path], CATALOGUE)
+        assert found.problems == ()
+        assert [line.line for line in found.verdict.evidence] == [2]
+
+
+def test_a_line_without_end_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(b"x" * 3_000_000 + b" " + ECC.encode() + b" " + b"y" * 400_000)
+    found = diagnose_files([path], CATALOGUE)
+    assert [line.line for line in found.verdict.evidence] == [1]
+
+
+def test_an_attempt_that_was_followed_by_another_is_over(tmp_path: Path) -> None:
+    for attempt, text in ((0, ECC), (1, "iteration 4/ 9 | loss: 2.0\nNameError: name 'q'")):
+        folder = tmp_path / f"attempt_{attempt}" / "3"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"{text}\n", encoding="utf-8")
+    found = diagnose_files([tmp_path], CATALOGUE, [RankEnd(exit_code=1)]).verdict
+    assert (found.symptom.value, found.first_failed_rank) == ("user_code", 3)
+    well = diagnose_files([tmp_path], CATALOGUE, [RankEnd(exit_code=0)]).verdict
+    assert (well.action.value, well.confidence.value) == ("warn_only", "low")

@@ -20,6 +20,7 @@ START_UP_WORK_MAX = 10
 _NAMED = (
     re.compile(r"Ranks? (\d+)[\d, ]* failed to pass monitoredBarrier", re.IGNORECASE),
     re.compile(r"task:(\d+) heartbeat timeout"),
+    re.compile(r"\brank (\d+) did not send (?:a |its )?heartbeat"),
     re.compile(r"[Mm]issing ranks?\b[^\d\[{(]{0,20}[\[{(]?(\d+)"),
     re.compile(
         r"rank (\d+) (?:has not|did not|never) (?:joined?|reach|call|enter|participat)",

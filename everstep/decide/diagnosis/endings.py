@@ -165,6 +165,14 @@ SIGNALS: dict[int, Signature] = {
         "aborted itself (SIGABRT), most often because it waited for others in vain",
         role=Role.WITNESS,
     ),
+    signal.SIGINT.value: _end(
+        "interrupted",
+        Symptom.UNKNOWN,
+        Side.USER_CODE,
+        Action.WARN_ONLY,
+        "interrupted (SIGINT, Ctrl-C): a person stopped it, nothing failed",
+        role=Role.TEARDOWN,
+    ),
     signal.SIGTERM.value: _end(
         "terminated",
         Symptom.UNKNOWN,

@@ -33,6 +33,7 @@ from everstep.decide.words import Action, Confidence, Side, Symptom
 PROGRESS_AFTER_MIN = 3
 """So many progress lines after a failure, and the process outlived it."""
 MESSAGE_LINES_MAX = 12
+STEPS_CHARS_MAX = 4_000
 RANK_LINES_BACK_MAX = 8
 
 PYTHON_EXCEPTION = Signature(
@@ -62,6 +63,11 @@ _RETRIED = re.compile(
     r"|(reducing|skipping) (the )?batch|falling back)\b",
     re.IGNORECASE,
 )
+_TOLD_OF = re.compile(r"\(RANK (\d+)\)\s*$")
+"""A distributed checkpoint prints on one rank the traceback of another."""
+_OF_NO_RANK = re.compile(
+    r"^(?:srun|slurmstepd|salloc|sbatch|mpirun|mpiexec|prterun|kubelet)\b|\bkernel:|\bNVRM\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Item:
     mentioned: int | None
     segment: int
     """Changes where lines were left out."""
+    steps: int = 0
+    """How many times it reports progress: a bar that is redrawn is one line."""
     plain: bool = False
     """It is known to hold no text of the catalogue."""
 
@@ -122,10 +130,17 @@ def items_of(source: LogSource, index: int) -> list[Item]:
                 parsed.machine or source.machine,
                 parsed.mentioned,
                 segment,
+                _steps(line.text, parsed.text),
                 line.plain,
             )
         )
     return out
+
+
+def _steps(raw: str, text: str) -> int:
+    if "\r" in raw:
+        return sum(is_progress(part) for part in raw[:STEPS_CHARS_MAX].split("\r"))
+    return int(is_progress(text))
 
 
 def hits_of(catalogue: Catalogue, items: Sequence[Item]) -> list[Hit]:
@@ -209,13 +224,16 @@ def _chain_hit(
     mild = _was_caught(stream, chain[0])
     for traceback in chain:
         final = stream[traceback.final]
+        told = _TOLD_OF.search(stream[traceback.start].text)
         context = tuple(stream[max(traceback.start + 1, traceback.final - 2) : traceback.final])
-        for item in _message(stream, traceback):
+        for line in _message(stream, traceback):
+            item = line if told is None else replace(line, rank=int(told[1]))
             signature = catalogue.match(item.text)
             if signature is not None and signature.role is not Role.NOTE:
                 return _hit(item, signature, context, mild=mild)
         echo = _ECHO.match(final.text) is not None
         if plain is None or (plain.echo and not echo):
+            final = final if told is None else replace(final, rank=int(told[1]))
             plain = Hit(final, PYTHON_EXCEPTION, mild=mild, echo=echo, context=context)
     return plain
 
@@ -248,7 +266,7 @@ def _survivals(hits: Sequence[Hit], items: Sequence[Item]) -> list[Hit]:
     if not hits:
         return []
     begin = hits[0].item.position
-    progress = [item for item in items[begin:] if is_progress(item.text)]
+    progress = [item for item in items[begin:] if item.steps]
     out: list[Hit] = []
     for hit in hits:
         after = 0
@@ -256,7 +274,7 @@ def _survivals(hits: Sequence[Hit], items: Sequence[Item]) -> list[Hit]:
             if item.position <= hit.item.position or after >= PROGRESS_AFTER_MIN:
                 break
             if hit.item.rank is None or item.rank in (None, hit.item.rank):
-                after += 1
+                after += item.steps
         lived = after >= PROGRESS_AFTER_MIN and hit.signature.role is not Role.NOTE
         out.append(replace(hit, survived=True) if lived else hit)
     return out
@@ -264,7 +282,7 @@ def _survivals(hits: Sequence[Hit], items: Sequence[Item]) -> list[Hit]:
 
 def _with_rank(hit: Hit, items: Sequence[Item]) -> Hit:
     """A line without a prefix belongs to the rank whose lines stand right before it."""
-    if hit.rank is not None:
+    if hit.rank is not None or _OF_NO_RANK.search(hit.item.text):
         return hit
     position = hit.item.position
     for item in reversed(items[max(0, position - RANK_LINES_BACK_MAX) : position]):

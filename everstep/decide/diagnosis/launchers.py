@@ -188,7 +188,7 @@ def _line_ends(item: Item) -> Iterator[End]:
 
 def _srun(item: Item, found: re.Match[str]) -> Iterator[End]:
     how = found["how"].strip()
-    rank = re.match(r"\[?(\d+)", found["ranks"])
+    rank = re.fullmatch(r"\[?(\d+)\]?", found["ranks"])
     number = next((n for words, n in _WORDS.items() if how.lower().startswith(words)), None)
     code: int | None = None
     if number is None:

@@ -22,6 +22,8 @@ JUMP = {"loss": 4.0, "grad_norm": 10.0}
 """So many times the highest of the values before it is a jump."""
 DECLINE = 1.05
 """Later steps take so many times as long as earlier ones: a decline worth a look."""
+LASTING = 1.3
+"""Every step of the end takes so many times as long as the early ones: the decline lasts."""
 BEAT = 3.0
 """Slow steps that take so many times as long as the ones between them are a beat."""
 VALUES_MIN = 4
@@ -148,8 +150,7 @@ def _pace(values: Sequence[tuple[float, Item]]) -> Trend | None:
             "slow steps come in a fixed beat: the input pipeline or a periodic job, not a device",
         )
         return Trend(row, shown)
-    half = len(numbers) // 2
-    early, late = median(numbers[:half]), median(numbers[half:])
+    early, late = _early_and_late(numbers)
     if late < DECLINE * early:
         return None
     row = _row(
@@ -162,14 +163,24 @@ def _pace(values: Sequence[tuple[float, Item]]) -> Trend | None:
     return Trend(row, shown)
 
 
+def _early_and_late(numbers: Sequence[float]) -> tuple[float, float]:
+    """Usual times of the first half and of the rest, or of an end that is slow throughout."""
+    half = len(numbers) // 2
+    early, late = median(numbers[:half]), median(numbers[half:])
+    end = numbers[-max(VALUES_MIN, len(numbers) // 8) :]
+    if len(numbers) >= 2 * len(end) and min(end) >= LASTING * early:
+        late = max(late, median(end))
+    return early, late
+
+
 def _beats(numbers: Sequence[float]) -> bool:
     """Slow steps at equal distances, with quick ones between them."""
     quick = min(numbers)
-    slow = [index for index, value in enumerate(numbers) if value >= BEAT * quick]
+    slow = [index for index, value in enumerate(numbers) if index and value >= BEAT * quick]
     if len(slow) < 2 or len(slow) > len(numbers) * 0.7:
         return False
     gaps = {b - a for a, b in pairwise(slow)}
-    return len(gaps) == 1
+    return len(gaps) == 1 and 1 not in gaps
 
 
 def _row(name: str, symptom: Symptom, side: Side, action: Action, why: str) -> Signature:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_HEADER = re.compile(r"Traceback \(most recent call last\):\s*$")
+_HEADER = re.compile(r"Traceback \(most recent call last\):\s*(?:\(RANK \d+\)\s*)?$")
 _CHAINED = re.compile(
     r"(During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\s*$"
@@ -51,8 +51,9 @@ def tracebacks(texts: Sequence[str], segments: Sequence[int]) -> Iterator[Traceb
             continue
         final = position + 1
         limit = min(len(texts), position + FRAMES_MAX)
+        base = max(0, _indent(texts[final]) - 2) if final < limit else 0
         while (
-            final < limit and texts[final][:1].isspace() and segments[final] == segments[position]
+            final < limit and _indent(texts[final]) > base and segments[final] == segments[position]
         ):
             final += 1
         if (
@@ -63,6 +64,10 @@ def tracebacks(texts: Sequence[str], segments: Sequence[int]) -> Iterator[Traceb
             yield Traceback(position, final, chained)
             chained = False
         position = max(final, position + 1)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def quoted_lines(texts: Sequence[str]) -> set[int]:

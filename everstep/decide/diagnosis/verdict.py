@@ -47,6 +47,21 @@ EVIDENCE_CHARS_MAX = 400
 WITNESSES_MAX = 64
 _WEIGHTS = (Weight.STRONG, Weight.NORMAL, Weight.WEAK)
 _DEVICE = re.compile(r"\bGPU (\d{1,2})(?: has a total capacity|; [\d.]+ GiB total)")
+_VICTIM = re.compile(r"[Kk]ill(?:ed)? process (\d+),? \(?([\w./:-]*)")
+_PID = re.compile(r"\(pid: (\d+)\)")
+_PYTHON = re.compile(r"^$|python|^pt_|torch|train|ray|^total-vm")
+_NUMBERS = re.compile(r"\d+")
+_ATTEMPT = re.compile(r"^(.*?)(?:^|[/_-])attempt[_-]?(\d{1,6})(?:[/_.-]|$)", re.IGNORECASE)
+_ALIKE = frozenset(
+    {
+        Symptom.ENVIRONMENT_MISMATCH,
+        Symptom.CONFIG_ERROR,
+        Symptom.CHECKPOINT_ERROR,
+        Symptom.DATA_ERROR,
+        Symptom.USER_CODE,
+    }
+)
+"""What several ranks meet at the same place; the first of them is chance."""
 _OWN_SIGNALS = frozenset(
     {
         signal.SIGKILL.value,
@@ -89,12 +104,33 @@ def diagnose(
     items = [items_of(source, index) for index, source in enumerate(sources)]
     hits = [hit for lines in items for hit in hits_of(catalogue, lines)]
     reported = [end for lines in items for end in ends_of(lines)]
-    case = _Case(catalogue, sources, items, hits, reported, _given(ends), flight)
+    given = _given(ends)
+    hits, reported = _that_count(sources, hits, reported, given)
+    case = _Case(catalogue, sources, items, hits, reported, given, flight)
     for step in (_by_root, _by_witness, _by_end, _by_mild, _by_figures, _by_note, _by_survived):
         found = step(case)
         if found is not None:
             return found
     return _nothing(case)
+
+
+def _that_count(
+    sources: Sequence[LogSource], hits: list[Hit], ends: list[End], given: Sequence[RankEnd]
+) -> tuple[list[Hit], list[End]]:
+    """What happened in an attempt that was followed by another, or in a job that ended well."""
+    attempts = [_ATTEMPT.match(source.file) for source in sources]
+    last: dict[str, int] = {}
+    for found in attempts:
+        if found is not None:
+            last[found[1]] = max(last.get(found[1], 0), int(found[2]))
+    well = any(end.exit_code == 0 and end.signal is None and end.rank is None for end in given)
+    over = {
+        index
+        for index, found in enumerate(attempts)
+        if well or (found is not None and int(found[2]) < last[found[1]])
+    }
+    marked = [replace(hit, survived=True) if hit.item.source in over else hit for hit in hits]
+    return marked, [end for end in ends if end.item.source not in over]
 
 
 def _given(ends: Sequence[RankEnd]) -> list[RankEnd]:
@@ -112,6 +148,9 @@ def _by_root(case: _Case) -> Diagnosis | None:
     live = [h for h in _live(case, Role.ROOT) if not h.echo]
     for weight in _WEIGHTS[:2]:
         chosen = _first(case, [hit for hit in live if hit.signature.weight is weight])
+        if chosen is not None and _killed_another(case, chosen):
+            row = replace(chosen.signature, confidence=Confidence.LOW)
+            return _answer(case, chosen, row, rank=None)
         if chosen is not None:
             return _answer(case, chosen, chosen.signature, rank=_rank_of(case, chosen))
     crash = _own_crash(case)
@@ -151,6 +190,16 @@ def _first(case: _Case, hits: Sequence[Hit]) -> Hit | None:
     return min(heads.values(), key=order)
 
 
+def _killed_another(case: _Case, hit: Hit) -> bool:
+    """The kernel's line names a process that none of the ends reported is about."""
+    victim = _VICTIM.search(hit.item.text)
+    if victim is None:
+        return False
+    ended = {m[1] for end in case.ends if (m := _PID.search(end.item.text)) is not None}
+    known = bool(ended) and victim[1] not in ended
+    return known or _PYTHON.search(victim[2]) is None
+
+
 def _own_crash(case: _Case) -> Diagnosis | None:
     """A process that a signal ended which it does not send to itself, and nobody else sent."""
     if any(h.signature.role is Role.TEARDOWN and not h.survived for h in case.hits):
@@ -179,6 +228,8 @@ def _launcher_rank(case: _Case) -> int | None:
 
 def _rank_of(case: _Case, hit: Hit) -> int | None:
     """The rank of a root: by its own line, by its twins', else by the launcher's word."""
+    if _met_by_many(case, hit):
+        return None
     if hit.rank is not None:
         return hit.rank
     twins = {h.rank for h in case.hits if h.signature.name == hit.signature.name}
@@ -192,6 +243,18 @@ def _rank_of(case: _Case, hit: Hit) -> int | None:
     if len(given) == 1:
         return given[0]
     return _rank_of_device(case, hit)
+
+
+def _met_by_many(case: _Case, hit: Hit) -> bool:
+    if hit.signature.symptom not in _ALIKE:
+        return False
+    text = _NUMBERS.sub("#", hit.item.text)
+    ranks = {
+        h.rank
+        for h in case.hits
+        if h.signature.name == hit.signature.name and _NUMBERS.sub("#", h.item.text) == text
+    }
+    return len(ranks - {None}) > 1
 
 
 def _rank_of_device(case: _Case, hit: Hit) -> int | None:
@@ -312,6 +375,8 @@ def _by_mild(case: _Case) -> Diagnosis | None:
             chosen = _first(
                 case, [h for h in mild if h.signature.role is role and h.signature.weight is weight]
             )
+            if chosen is not None and chosen.signature.symptom is Symptom.HANG:
+                return _by_hang(case, chosen, mild)
             if chosen is not None:
                 return _answer(
                     case, chosen, _doubtful(chosen.signature), rank=_rank_of(case, chosen)
@@ -343,13 +408,18 @@ def _by_note(case: _Case) -> Diagnosis | None:
 
 def _by_survived(case: _Case) -> Diagnosis | None:
     """What the job outlived: worth a record, never an eviction."""
+    failed = any(end.exit_code or end.signal for end in case.given)
     lived = [
-        h for h in case.hits if h.survived and not h.echo and h.signature.name != "python_exception"
+        h
+        for h in case.hits
+        if h.survived
+        and not h.echo
+        and h.signature.symptom is not Symptom.USER_CODE
+        and (failed or not h.mild or h.signature.weight is Weight.STRONG)
     ]
     for weight in _WEIGHTS:
         chosen = _first(case, [hit for hit in lived if hit.signature.weight is weight])
         if chosen is not None:
-            failed = any(end.exit_code or end.signal for end in case.given)
             action = chosen.signature.action if failed else Action.WARN_ONLY
             if action in (Action.EVICT_MACHINE, Action.OVER_EVICT_GROUP):
                 action = Action.STOP_TIME_CHECK
