@@ -62,6 +62,8 @@ def diagnose(
     from everstep.logfiles.whole import diagnose_files
 
     found = diagnose_files(paths, cached_signatures(signatures), [_end(exit_code, signal)])
+    if not found.files and found.problems:
+        raise ConfigurationProblem("; ".join(found.problems))
     for problem in found.problems:
         sys.stderr.write(f"warning: {problem}\n")
     if not found.files:

@@ -146,6 +146,16 @@ def test_bad_calls_are_one_line(shell: Shell, arguments: list[str], code: int, s
     assert says in ran.line
 
 
+def test_a_folder_and_a_cut_archive_that_hold_nothing_are_one_line(shell: Shell) -> None:
+    empty, cut = shell.home / "empty", shell.home / "a.log.gz"
+    empty.mkdir()
+    cut.write_bytes(b"\x1f\x8b")
+    for path in (empty, cut):
+        ran = shell.run("diagnose", str(path))
+        assert ran.code == 3
+        assert ran.line.startswith(f"error: {path}: ")
+
+
 def test_a_kernel_log_alone_judges_the_machine(shell: Shell) -> None:
     log = shell.home / "dmesg"
     log.write_text("NVRM: Xid (PCI:0000:a1:00): 79, pid=0, GPU has fallen off the bus.\n")
