@@ -92,10 +92,17 @@ def test_a_remark_loses_against_a_real_end(line: str, failure: list[str]) -> Non
 
 
 def test_a_traceback_that_was_logged_as_a_warning_was_caught() -> None:
-    caught = ["WARNING: scoring left out", "Traceback (most recent call last):"]
+    caught = ["WARNING: scoring failed, left out", "Traceback (most recent call last):"]
     caught += ['  File "/code/score.py", line 3, in score', "ZeroDivisionError: division by zero"]
     assert judged([*caught, *HANG]).symptom is Symptom.HANG
     assert judged([*caught, *BUG]).first_failed_rank == 4
+
+
+@pytest.mark.parametrize("line", ["INFO skipping 40 batches", "WARNING: slow disk", "step 4"])
+def test_any_line_may_stand_before_the_traceback_that_ends_a_process(line: str) -> None:
+    ecc = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    found = judged([line, "Traceback (most recent call last):", '  File "a.py", line 1, in f', ecc])
+    assert (found.action, found.confidence) == (Action.EVICT_MACHINE, Confidence.HIGH)
 
 
 @pytest.mark.parametrize(

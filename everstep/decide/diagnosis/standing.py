@@ -80,6 +80,11 @@ _GOES_ON = re.compile(
     r"|fall(?:ing|s)? back)\b",
     re.IGNORECASE,
 )
+_TROUBLE = re.compile(
+    r"\b(?:fail(?:ed|ure|s)?|errors?|exceptions?|could not|couldn't|cannot|unable|crashed)\b",
+    re.IGNORECASE,
+)
+_INFORMS = re.compile(r"\b(?:INFO|DEBUG)\b|^\[?I\d{4}")
 
 
 class Standing(StrEnum):
@@ -124,5 +129,10 @@ def remark(line: str) -> bool:
 
 
 def introduces_caught(line: str) -> bool:
-    """True for a line that is written right before the traceback of an exception it survived."""
-    return remark(line) or (_GOES_ON.search(line) is not None and "raceback" not in line)
+    """True for a line that is written right before the traceback of an exception it survived.
+
+    It has to tell of trouble: any line may stand before the traceback that ends a process.
+    """
+    if _TROUBLE.search(line) is None or _INFORMS.search(line) is not None:
+        return False
+    return remark(line) or _GOES_ON.search(line) is not None
