@@ -10,7 +10,6 @@ Long-running processes (controller, agent, ``up``) need only ``leave``, at their
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -24,6 +23,7 @@ REST_BEFORE_CLOSE_S = 0.05
 
 def run_short(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run ``main()`` in a new event loop that rests before it closes, also after an error."""
+    import asyncio  # `leave` serves commands that have no loop and start without it
 
     async def with_rest() -> T:
         try:

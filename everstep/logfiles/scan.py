@@ -78,10 +78,13 @@ class Scanner:
 
 def _shortest(texts: set[str]) -> list[str]:
     """Texts that hold none of the others: whoever finds these has found all, and much quicker."""
-    kept: set[str] = set()
+    kept: dict[str, list[str]] = {}
+    """By how they begin."""
     for text in sorted(texts, key=lambda t: (len(t), t)):
-        ends = range(LITERAL_CHARS_MIN, len(text) + 1)
-        parts = (text[i:j] for j in ends for i in range(j - LITERAL_CHARS_MIN + 1))
-        if kept.isdisjoint(parts):
-            kept.add(text)
-    return sorted(kept)
+        if not any(
+            text.startswith(one, i)
+            for i in range(len(text) - LITERAL_CHARS_MIN + 1)
+            for one in kept.get(text[i : i + LITERAL_CHARS_MIN], ())
+        ):
+            kept.setdefault(text[:LITERAL_CHARS_MIN], []).append(text)
+    return sorted(one for group in kept.values() for one in group)

@@ -1,8 +1,8 @@
 """What large YAML files said when they were last read: a catalogue takes half a second to parse.
 
-A command that starts in a moment cannot spend that each time. Kept as JSON under the hash of the
-text, in this user's own cache folder; whatever is wrong there only costs the parsing. Not here:
-parsing (``yaml_text``), and what the data mean.
+A command that starts in a moment cannot spend that each time. Kept as JSON with a checksum, under
+the hash of the text, in this user's own cache folder; whatever is wrong there only costs the
+parsing. Not here: parsing (``yaml_text``), and what the data mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 WORTH_BYTES = 4 * 1024
 """Smaller texts are parsed faster than anybody notices."""
-FORMAT = 1
+FORMAT = 2
 """Part of the name: raised when the same text would be read otherwise."""
 KEPT_MAX = 16
 _BYTES_MAX = 4 * 1024 * 1024
@@ -62,16 +62,24 @@ def _read(file: Path) -> Any:
         own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not own or not stat.S_ISREG(found.st_mode) or found.st_size > _BYTES_MAX:
             raise ValueError(file)
-        return json.loads(opened.read())
+        checksum, _, body = opened.read().partition(b"\n")
+        if checksum != _checksum(body):
+            raise ValueError(file)
+        return json.loads(body)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode("ascii")
 
 
 def _keep(file: Path, data: Any) -> None:
+    body = json.dumps(data).encode("ascii")
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(fd, "w", encoding="ascii") as opened:
-            json.dump(data, opened)
+        with os.fdopen(fd, "wb") as opened:
+            opened.write(_checksum(body) + b"\n" + body)
         fresh.replace(file)
     except BaseException:
         fresh.unlink(missing_ok=True)
