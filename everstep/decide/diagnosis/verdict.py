@@ -12,23 +12,29 @@ Order of judgement, each step only when the ones before it named nothing:
 Within one file earlier lines come first. Clocks of two machines are never compared: across files
 weight decides, then the launcher's word, then the catalogue's order.
 
-Not here: reading files (``everstep.logfiles``), signatures (``config/log_signatures.yaml``).
+Not here: what counts at all (``case``), whose failure it is (``owners``), reading files
+(``everstep.logfiles``), signatures (``config/log_signatures.yaml``).
 """
 
 from __future__ import annotations
 
-import re
 import signal
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from everstep.decide.diagnosis import endings
+from everstep.decide.diagnosis.case import Case, case_of, first_of, launcher_rank, live_hits
 from everstep.decide.diagnosis.catalogue import Catalogue
 from everstep.decide.diagnosis.collective import waiting
 from everstep.decide.diagnosis.flight import FlightFinding
-from everstep.decide.diagnosis.hits import Hit, Item, hits_of, items_of
-from everstep.decide.diagnosis.launchers import End, ends_of, normal
+from everstep.decide.diagnosis.hits import Hit, Item
+from everstep.decide.diagnosis.launchers import End
+from everstep.decide.diagnosis.owners import (
+    killed_another,
+    machines_of,
+    quiet_rank,
+    rank_of,
+)
 from everstep.decide.diagnosis.prefix import printable
 from everstep.decide.diagnosis.series import trend_of
 from everstep.decide.diagnosis.types import (
@@ -46,22 +52,6 @@ EVIDENCE_MAX = 8
 EVIDENCE_CHARS_MAX = 400
 WITNESSES_MAX = 64
 _WEIGHTS = (Weight.STRONG, Weight.NORMAL, Weight.WEAK)
-_DEVICE = re.compile(r"\bGPU (\d{1,2})(?: has a total capacity|; [\d.]+ GiB total)")
-_VICTIM = re.compile(r"[Kk]ill(?:ed)? process (\d+),? \(?([\w./:-]*)")
-_PID = re.compile(r"\(pid: (\d+)\)")
-_PYTHON = re.compile(r"^$|python|^pt_|torch|train|ray|^total-vm")
-_NUMBERS = re.compile(r"\d+")
-_ATTEMPT = re.compile(r"^(.*?)(?:^|[/_-])attempt[_-]?(\d{1,6})(?:[/_.-]|$)", re.IGNORECASE)
-_ALIKE = frozenset(
-    {
-        Symptom.ENVIRONMENT_MISMATCH,
-        Symptom.CONFIG_ERROR,
-        Symptom.CHECKPOINT_ERROR,
-        Symptom.DATA_ERROR,
-        Symptom.USER_CODE,
-    }
-)
-"""What several ranks meet at the same place; the first of them is chance."""
 _OWN_SIGNALS = frozenset(
     {
         signal.SIGKILL.value,
@@ -71,19 +61,6 @@ _OWN_SIGNALS = frozenset(
         signal.SIGFPE.value,
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Everything that was read of a job."""
-
-    catalogue: Catalogue
-    sources: Sequence[LogSource]
-    items: Sequence[Sequence[Item]]
-    hits: Sequence[Hit]
-    ends: Sequence[End]
-    given: Sequence[RankEnd]
-    flight: FlightFinding | None
 
 
 def diagnose(
@@ -101,12 +78,7 @@ def diagnose(
             137 and -9 are both signal 9).
         flight: what the flight recorder's dumps say, where there are any.
     """
-    items = [items_of(source, index) for index, source in enumerate(sources)]
-    hits = [hit for lines in items for hit in hits_of(catalogue, lines)]
-    reported = [end for lines in items for end in ends_of(lines)]
-    given = _given(ends)
-    hits, reported = _that_count(sources, hits, reported, given)
-    case = _Case(catalogue, sources, items, hits, reported, given, flight)
+    case = case_of(catalogue, sources, ends, flight)
     for step in (_by_root, _by_witness, _by_end, _by_mild, _by_figures, _by_note, _by_survived):
         found = step(case)
         if found is not None:
@@ -114,93 +86,28 @@ def diagnose(
     return _nothing(case)
 
 
-def _that_count(
-    sources: Sequence[LogSource], hits: list[Hit], ends: list[End], given: Sequence[RankEnd]
-) -> tuple[list[Hit], list[End]]:
-    """What happened in an attempt that was followed by another, or in a job that ended well."""
-    attempts = [_ATTEMPT.match(source.file) for source in sources]
-    last: dict[str, int] = {}
-    for found in attempts:
-        if found is not None:
-            last[found[1]] = max(last.get(found[1], 0), int(found[2]))
-    well = any(end.exit_code == 0 and end.signal is None and end.rank is None for end in given)
-    over = {
-        index
-        for index, found in enumerate(attempts)
-        if well or (found is not None and int(found[2]) < last[found[1]])
-    }
-    marked = [replace(hit, survived=True) if hit.item.source in over else hit for hit in hits]
-    return marked, [end for end in ends if end.item.source not in over]
-
-
-def _given(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    out = []
-    for end in ends:
-        code, number = normal(end.exit_code)
-        out.append(replace(end, exit_code=code, signal=end.signal or number))
-    return out
-
-
 # --- roots
 
 
-def _by_root(case: _Case) -> Diagnosis | None:
-    live = [h for h in _live(case, Role.ROOT) if not h.echo]
+def _by_root(case: Case) -> Diagnosis | None:
+    live = [h for h in live_hits(case, Role.ROOT) if not h.echo]
     for weight in _WEIGHTS[:2]:
-        chosen = _first(case, [hit for hit in live if hit.signature.weight is weight])
-        if chosen is not None and _killed_another(case, chosen):
+        chosen = first_of(case, [hit for hit in live if hit.signature.weight is weight])
+        if chosen is not None and killed_another(case, chosen):
             row = replace(chosen.signature, confidence=Confidence.LOW)
             return _answer(case, chosen, row, rank=None)
         if chosen is not None:
-            return _answer(case, chosen, chosen.signature, rank=_rank_of(case, chosen))
+            return _answer(case, chosen, chosen.signature, rank=rank_of(case, chosen))
     crash = _own_crash(case)
     if crash is not None:
         return crash
-    chosen = _first(case, [hit for hit in live if hit.signature.weight is Weight.WEAK])
+    chosen = first_of(case, [hit for hit in live if hit.signature.weight is Weight.WEAK])
     if chosen is None:
         return None
-    return _answer(case, chosen, chosen.signature, rank=_rank_of(case, chosen))
+    return _answer(case, chosen, chosen.signature, rank=rank_of(case, chosen))
 
 
-def _live(case: _Case, role: Role) -> list[Hit]:
-    """What a process did not go on after, as far as anybody knows."""
-    return [h for h in case.hits if h.signature.role is role and not h.survived and not h.mild]
-
-
-def _first(case: _Case, hits: Sequence[Hit]) -> Hit | None:
-    """The first failure among hits of equal weight."""
-    if not hits:
-        return None
-    named = _launcher_rank(case)
-    precedence = {s.name: index for index, s in enumerate(case.catalogue.signatures)}
-
-    def order(hit: Hit) -> tuple[bool, bool, int, int]:
-        return (
-            named is None or hit.rank != named,
-            not hit.signature.machine_specific,
-            precedence.get(hit.signature.name, len(precedence)),
-            hit.item.number,
-        )
-
-    heads: dict[int, Hit] = {}
-    for hit in hits:
-        mine = heads.get(hit.item.source)
-        if mine is None or hit.item.position < mine.item.position:
-            heads[hit.item.source] = hit
-    return min(heads.values(), key=order)
-
-
-def _killed_another(case: _Case, hit: Hit) -> bool:
-    """The kernel's line names a process that none of the ends reported is about."""
-    victim = _VICTIM.search(hit.item.text)
-    if victim is None:
-        return False
-    ended = {m[1] for end in case.ends if (m := _PID.search(end.item.text)) is not None}
-    known = bool(ended) and victim[1] not in ended
-    return known or _PYTHON.search(victim[2]) is None
-
-
-def _own_crash(case: _Case) -> Diagnosis | None:
+def _own_crash(case: Case) -> Diagnosis | None:
     """A process that a signal ended which it does not send to itself, and nobody else sent."""
     if any(h.signature.role is Role.TEARDOWN and not h.survived for h in case.hits):
         return None
@@ -210,74 +117,26 @@ def _own_crash(case: _Case) -> Diagnosis | None:
         lines = case.items[end.item.source][: end.item.position]
         signature = endings.meaning(end.code, end.signal, lines)
         if signature is not None:
-            rank = end.rank if end.rank is not None else _launcher_rank(case)
+            rank = end.rank if end.rank is not None else launcher_rank(case)
             hit = Hit(end.item, signature)
             return _answer(case, hit, signature, rank=rank, machine=end.machine)
     return None
 
 
-def _launcher_rank(case: _Case) -> int | None:
-    """The rank that a launcher names as the first failure, if it can know."""
-    roots = [e for e in case.ends if e.root and not e.collateral and e.rank is not None]
-    if roots:
-        return roots[0].rank
-    own = [e for e in case.ends if e.rank is not None and not e.collateral and not e.victim]
-    ranks = {end.rank for end in own}
-    return own[0].rank if len(ranks) == 1 else None
-
-
-def _rank_of(case: _Case, hit: Hit) -> int | None:
-    """The rank of a root: by its own line, by its twins', else by the launcher's word."""
-    if _met_by_many(case, hit):
-        return None
-    if hit.rank is not None:
-        return hit.rank
-    twins = {h.rank for h in case.hits if h.signature.name == hit.signature.name}
-    twins.discard(None)
-    if len(twins) == 1:
-        return twins.pop()
-    named = _launcher_rank(case)
-    if named is not None:
-        return named
-    given = [end.rank for end in case.given if end.rank is not None and not end.stopped_by_us]
-    if len(given) == 1:
-        return given[0]
-    return _rank_of_device(case, hit)
-
-
-def _met_by_many(case: _Case, hit: Hit) -> bool:
-    if hit.signature.symptom not in _ALIKE:
-        return False
-    text = _NUMBERS.sub("#", hit.item.text)
-    ranks = {
-        h.rank
-        for h in case.hits
-        if h.signature.name == hit.signature.name and _NUMBERS.sub("#", h.item.text) == text
-    }
-    return len(ranks - {None}) > 1
-
-
-def _rank_of_device(case: _Case, hit: Hit) -> int | None:
-    """On one machine the number of the GPU that a line names is the rank, by common custom."""
-    device = _DEVICE.search(hit.item.text)
-    machines = {item.machine for lines in case.items for item in lines} - {None}
-    return int(device[1]) if device is not None and len(machines) <= 1 else None
-
-
 # --- witnesses
 
 
-def _by_witness(case: _Case) -> Diagnosis | None:
-    live, teardown = _live(case, Role.WITNESS), _live(case, Role.TEARDOWN)
+def _by_witness(case: Case) -> Diagnosis | None:
+    live, teardown = live_hits(case, Role.WITNESS), live_hits(case, Role.TEARDOWN)
     if not live:
-        chosen = _first(case, [h for h in teardown if h.signature.symptom is not Symptom.UNKNOWN])
+        chosen = first_of(case, [h for h in teardown if h.signature.symptom is not Symptom.UNKNOWN])
         return None if chosen is None else _answer(case, chosen, chosen.signature, rank=None)
-    planned = _first(case, [h for h in teardown if h.signature.symptom is not Symptom.UNKNOWN])
+    planned = first_of(case, [h for h in teardown if h.signature.symptom is not Symptom.UNKNOWN])
     if planned is not None:
         return _answer(case, planned, planned.signature, rank=None)
     chosen = None
     for weight in _WEIGHTS:
-        chosen = _first(case, [hit for hit in live if hit.signature.weight is weight])
+        chosen = first_of(case, [hit for hit in live if hit.signature.weight is weight])
         if chosen is not None:
             break
     if chosen is None:
@@ -287,11 +146,11 @@ def _by_witness(case: _Case) -> Diagnosis | None:
         if ended is not None and ended.symptom is not Symptom.UNKNOWN:
             return ended
     if chosen.signature.symptom not in (Symptom.HANG, Symptom.UNKNOWN):
-        return _answer(case, chosen, chosen.signature, rank=_quiet_rank(case, live))
+        return _answer(case, chosen, chosen.signature, rank=quiet_rank(case, live))
     return _by_hang(case, chosen, live)
 
 
-def _by_hang(case: _Case, chosen: Hit, live: Sequence[Hit]) -> Diagnosis:
+def _by_hang(case: Case, chosen: Hit, live: Sequence[Hit]) -> Diagnosis:
     """A collective timed out: who is missing from it?"""
     signature = chosen.signature
     if case.flight is not None and case.flight.ranks:
@@ -310,20 +169,13 @@ def _by_hang(case: _Case, chosen: Hit, live: Sequence[Hit]) -> Diagnosis:
     if said.missing is not None:
         signature = replace(signature, why=f"{signature.why}; {said.missing.why}")
         return _answer(case, chosen, signature, rank=said.missing.rank, also=live)
-    return _answer(case, chosen, signature, rank=_quiet_rank(case, live), also=live)
-
-
-def _quiet_rank(case: _Case, live: Sequence[Hit]) -> int | None:
-    """The one rank that a launcher reports and that does not complain about others."""
-    named = _launcher_rank(case)
-    complaining = {hit.rank for hit in live}
-    return named if named is not None and named not in complaining else None
+    return _answer(case, chosen, signature, rank=quiet_rank(case, live), also=live)
 
 
 # --- ends, figures, notes
 
 
-def _by_end(case: _Case) -> Diagnosis | None:
+def _by_end(case: Case) -> Diagnosis | None:
     end, signature, rank = _reported_end(case)
     for given in case.given:
         if given.stopped_by_us:
@@ -344,13 +196,13 @@ def _by_end(case: _Case) -> Diagnosis | None:
     told = _by_mild(case)
     if told is not None and told.symptom is signature.symptom:
         return told  # a line that says the same, and more
-    rank = rank if rank is not None else _launcher_rank(case)
+    rank = rank if rank is not None else launcher_rank(case)
     hit = _last_line(case, signature) if end is None else Hit(end.item, signature)
     machine = None if end is None else end.machine
     return _answer(case, hit, signature, rank=rank, machine=machine)
 
 
-def _reported_end(case: _Case) -> tuple[End | None, Signature | None, int | None]:
+def _reported_end(case: Case) -> tuple[End | None, Signature | None, int | None]:
     for end in sorted(case.ends, key=lambda e: (not e.root, e.collateral, e.victim)):
         lines = case.items[end.item.source][: end.item.position]
         signature = endings.meaning(end.code, end.signal, lines)
@@ -359,7 +211,7 @@ def _reported_end(case: _Case) -> tuple[End | None, Signature | None, int | None
     return None, None, None
 
 
-def _last_line(case: _Case, signature: Signature) -> Hit | None:
+def _last_line(case: Case, signature: Signature) -> Hit | None:
     for lines in case.items:
         for item in reversed(lines):
             if item.text.strip():
@@ -367,19 +219,19 @@ def _last_line(case: _Case, signature: Signature) -> Hit | None:
     return None
 
 
-def _by_mild(case: _Case) -> Diagnosis | None:
+def _by_mild(case: Case) -> Diagnosis | None:
     """What was logged below the level of an error: a guess, when nothing else is there."""
     mild = [h for h in case.hits if h.mild and not h.survived and not h.echo]
     for role in (Role.ROOT, Role.WITNESS):
         for weight in _WEIGHTS:
-            chosen = _first(
+            chosen = first_of(
                 case, [h for h in mild if h.signature.role is role and h.signature.weight is weight]
             )
             if chosen is not None and chosen.signature.symptom is Symptom.HANG:
                 return _by_hang(case, chosen, mild)
             if chosen is not None:
                 return _answer(
-                    case, chosen, _doubtful(chosen.signature), rank=_rank_of(case, chosen)
+                    case, chosen, _doubtful(chosen.signature), rank=rank_of(case, chosen)
                 )
     return None
 
@@ -391,7 +243,7 @@ def _doubtful(signature: Signature) -> Signature:
     return replace(signature, action=action, confidence=Confidence.LOW)
 
 
-def _by_figures(case: _Case) -> Diagnosis | None:
+def _by_figures(case: Case) -> Diagnosis | None:
     for lines in case.items:
         trend = trend_of(lines)
         if trend is not None:
@@ -400,13 +252,13 @@ def _by_figures(case: _Case) -> Diagnosis | None:
     return None
 
 
-def _by_note(case: _Case) -> Diagnosis | None:
+def _by_note(case: Case) -> Diagnosis | None:
     notes = [hit for hit in case.hits if hit.signature.role is Role.NOTE and not hit.echo]
-    chosen = _first(case, notes)
+    chosen = first_of(case, notes)
     return None if chosen is None else _answer(case, chosen, chosen.signature, rank=chosen.rank)
 
 
-def _by_survived(case: _Case) -> Diagnosis | None:
+def _by_survived(case: Case) -> Diagnosis | None:
     """What the job outlived: worth a record, never an eviction."""
     failed = any(end.exit_code or end.signal for end in case.given)
     lived = [
@@ -418,7 +270,7 @@ def _by_survived(case: _Case) -> Diagnosis | None:
         and (failed or not h.mild or h.signature.weight is Weight.STRONG)
     ]
     for weight in _WEIGHTS:
-        chosen = _first(case, [hit for hit in lived if hit.signature.weight is weight])
+        chosen = first_of(case, [hit for hit in lived if hit.signature.weight is weight])
         if chosen is not None:
             action = chosen.signature.action if failed else Action.WARN_ONLY
             if action in (Action.EVICT_MACHINE, Action.OVER_EVICT_GROUP):
@@ -431,7 +283,7 @@ def _by_survived(case: _Case) -> Diagnosis | None:
     return None
 
 
-def _nothing(case: _Case) -> Diagnosis:
+def _nothing(case: Case) -> Diagnosis:
     echoes = [hit for hit in case.hits if not hit.survived]
     if echoes:
         return _answer(case, echoes[0], endings.FAILED, rank=echoes[0].rank)
@@ -442,7 +294,7 @@ def _nothing(case: _Case) -> Diagnosis:
 
 
 def _answer(
-    case: _Case,
+    case: Case,
     hit: Hit | None,
     signature: Signature,
     *,
@@ -468,7 +320,7 @@ def _answer(
         rule=signature.name,
         why=signature.why,
         first_failed_rank=rank,
-        machines=_machines(case, hit, signature, rank, machine),
+        machines=machines_of(case, hit, signature, rank, machine),
         evidence=_evidence(case, lines),
         witnesses=tuple(sorted(witnesses)[:WITNESSES_MAX]),
         role=signature.role,
@@ -476,31 +328,7 @@ def _answer(
     )
 
 
-def _machines(
-    case: _Case, hit: Hit | None, signature: Signature, rank: int | None, machine: str | None
-) -> tuple[str, ...]:
-    """Machines under suspicion: only where the fault is one of a machine, or a rank is named."""
-    if not signature.machine_specific and rank is None:
-        return ()
-    if machine is not None:
-        return (machine,)
-    if hit is not None and hit.item.machine is not None:
-        return (hit.item.machine,)
-    named = [
-        end.machine for end in case.ends if end.rank == rank and end.machine and rank is not None
-    ]
-    if named:
-        return (named[0],)
-    hosts = Counter(
-        item.machine
-        for lines in case.items
-        for item in lines
-        if item.machine is not None and (rank is None or item.rank == rank)
-    )
-    return tuple(hosts) if len(hosts) == 1 else ()
-
-
-def _evidence(case: _Case, lines: Sequence[Item]) -> tuple[EvidenceLine, ...]:
+def _evidence(case: Case, lines: Sequence[Item]) -> tuple[EvidenceLine, ...]:
     out: list[EvidenceLine] = []
     for item in dict.fromkeys((line.source, line.position) for line in lines):
         source = case.sources[item[0]]
