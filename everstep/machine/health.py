@@ -79,11 +79,16 @@ class _Entry:
     """When events about it were emitted."""
 
     @property
-    def weight(self) -> tuple[bool, bool, bool, float]:
-        """What is told first when there is not room for all."""
+    def importance(self) -> tuple[bool, bool, bool]:
+        """How much it matters."""
         here = self.cleared_s is None
         evict = self.observation.action is Action.EVICT_MACHINE
-        return (here, evict, self.observation.verdict is Verdict.FAULTY, self.since_s)
+        return (here, evict, self.observation.verdict is Verdict.FAULTY)
+
+    @property
+    def weight(self) -> tuple[tuple[bool, bool, bool], float]:
+        """What is told first when there is not room for all: the newest of what matters most."""
+        return (self.importance, self.since_s)
 
 
 class HealthBoard:
@@ -136,7 +141,10 @@ class HealthBoard:
     def _enter(self, key: Key, observation: Observation, now_s: float) -> bool:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(observation, now_s)
+            entry = _Entry(observation, now_s)
+            if not self._has_room_for(entry):
+                return False
+            self._entries[key] = entry
             self._tell(entry, observation, now_s)
             return True
         before, entry.observation = entry.observation, observation
@@ -149,6 +157,19 @@ class HealthBoard:
             self._tell(entry, observation, now_s)
             return True
         return False
+
+    def _has_room_for(self, new: _Entry) -> bool:
+        """Whether it is kept: what matters less gives way, and equals do not.
+
+        They would push each other out, and be news again at every look.
+        """
+        if len(self._entries) < KEPT_MAX:
+            return True
+        key, lightest = min(self._entries.items(), key=lambda item: item[1].weight)
+        if lightest.importance >= new.importance:
+            return False
+        del self._entries[key]
+        return True
 
     def _clear(self, entry: _Entry, reason: str, now_s: float) -> bool:
         entry.cleared_s = now_s
@@ -174,12 +195,6 @@ class HealthBoard:
             for key, entry in self._entries.items()
             if entry.cleared_s is not None and entry.cleared_s < now_s - CLEARED_KEPT_S
         ]
-        over = len(self._entries) - len(gone) - KEPT_MAX
-        if over > 0:
-            rest = sorted(
-                (k for k in self._entries if k not in gone), key=lambda k: self._entries[k].weight
-            )
-            gone += rest[:over]
         for key in gone:
             del self._entries[key]
         return bool(gone)
