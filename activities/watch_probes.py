@@ -17,7 +17,7 @@ from activities.troubles import Troubles
 from activities.watch_views import MachineView, bounded_data, observed
 from everstep.decide.observation import Observation
 from everstep.decide.reports import Seen
-from everstep.decide.words import Action, Confidence, Symptom, Verdict
+from everstep.decide.words import Symptom, Verdict
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
 from everstep.spec.probe_events import event_data, observation_of
@@ -37,20 +37,6 @@ def key_of(machine_id: str, observation: Observation) -> Key:
     return (machine_id, observation.probe, observation.target, rule)
 
 
-def told_as(key: Key) -> str:
-    """The key as one word, for the list of what has been told already."""
-    return "/".join(key)
-
-
-def calls_for_eviction(observation: Observation) -> bool:
-    """True when the machine has to go, on this evidence alone."""
-    return (
-        observation.verdict is Verdict.FAULTY
-        and observation.action is Action.EVICT_MACHINE
-        and observation.confidence is Confidence.HIGH
-    )
-
-
 @dataclass(slots=True)
 class _Kept:
     record: m.ObservationRecord
@@ -66,8 +52,9 @@ class Beside:
 
     troubles: Troubles
     warn: Callable[[m.ObservationRecord], None]
+    generation: int
     told: Collection[str] = ()
-    """What the job has recorded already, in the words of ``told_as``."""
+    """What the job has recorded already, in the words of ``ObservationRecord.told_as``."""
     _kept: dict[Key, _Kept] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
@@ -120,17 +107,15 @@ class Beside:
             if (kept := self._kept.get(key)) is not None:
                 kept.cleared = True
             return "gone", record
-        if calls_for_eviction(observation):
+        if observation.calls_for_eviction:
             self._kept.pop(key, None)
             return "trouble", record
         self._keep(key, _Kept(record, observation, now), now)
-        word = told_as(key)
-        if observation.verdict is Verdict.UNKNOWN or word in self.told or word in self._warned:
+        if observation.verdict is Verdict.UNKNOWN or not self._is_news(record):
             return "beside", record
-        self._warned.add(word)
         return "warning", record
 
-    def signal(self, view: MachineView, line: api.EventLine, generation: int) -> bool:
+    def signal(self, view: MachineView, line: api.EventLine) -> bool:
         """A signal of the job itself: on record once a run.
 
         Returns:
@@ -138,11 +123,18 @@ class Beside:
         """
         if line.kind is api.EventKind.STEP_TIME_DECLINE and self.hot_machine() is not None:
             return True
-        word = f"run-{generation}/{line.kind.value}"
-        if word not in self.told and word not in self._warned:
-            self._warned.add(word)
-            self.warn(observed(view, line.kind, line.rank, line.reason, line.data, line.age_s))
+        record = observed(view, line.kind, line.rank, line.reason, line.data, line.age_s)
+        if self._is_news(record):
+            self.warn(record)
         return False
+
+    def _is_news(self, record: m.ObservationRecord) -> bool:
+        """True once for each thing that a warning can be about."""
+        word = record.told_as(self.generation)
+        if word in self.told or word in self._warned:
+            return False
+        self._warned.add(word)
+        return True
 
     def _keep(self, key: Key, new: _Kept, now: float) -> None:
         self._kept[key] = new

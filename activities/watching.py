@@ -22,6 +22,7 @@ from activities.troubles import Troubles
 from activities.watch_probes import Beside
 from activities.watch_views import MachineView, cursor_at, observed
 from everstep.decide.attribution import RankReport
+from everstep.decide.warning import SIGNALS
 from everstep.decide.words import RankState, Verdict
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
@@ -48,18 +49,6 @@ _TROUBLE = frozenset(
 )
 
 
-_SIGNALS = frozenset(
-    {
-        api.EventKind.LOSS_SPIKE,
-        api.EventKind.STEP_TIME_DECLINE,
-        api.EventKind.LOG_SILENT,
-        api.EventKind.RDMA_SILENT,
-    }
-)
-"""Worth a record, and no reason to stop by themselves: checks of a stopped job would have to say
-whose fault they are."""
-
-
 @dataclass(slots=True)
 class Shard:
     """The fold over one shard. All ``now`` are of one monotonic clock."""
@@ -80,7 +69,9 @@ class Shard:
             )
         if self.blind_since is None:
             self.blind_since = self.started_at
-        self._beside = Beside(self._troubles, self._warn, frozenset(self.request.told))
+        self._beside = Beside(
+            self._troubles, self._warn, self.request.generation, frozenset(self.request.told)
+        )
 
     # --- what comes in ---------------------------------------------------------------------
 
@@ -290,9 +281,7 @@ class Shard:
             self._forgive(view, line.rank)
         elif kind is api.EventKind.SAVE_FAILED:
             self._warn(observed(view, kind, line.rank, line.reason, line.data, line.age_s))
-        elif kind in _TROUBLE or (
-            kind in _SIGNALS and self._beside.signal(view, line, self.request.generation)
-        ):
+        elif kind in _TROUBLE or (kind in SIGNALS and self._beside.signal(view, line)):
             self._troubles.add(view, kind, line.rank, line.reason, line.data, line.age_s, now)
 
     def _rank_exited(self, view: MachineView, line: api.EventLine, now: float) -> None:

@@ -1,6 +1,7 @@
-"""The life of an incident in the job's state: opened, next round, stable, given up, only noted.
+"""The life of an incident in the job's state: opened, next round, stable, given up.
 
-Not here: what is done about it (``recovering``), and its rounds' pages (``incident``).
+Not here: what is done about it (``recovering``), its rounds' pages (``incident``), and what goes on
+record though nothing stops (``warnings_beside``).
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ with workflow.unsafe.imports_passed_through():
     from activities import contracts
     from everstep.decide.attribution import Finding, MachineReport
     from everstep.decide.ladder import decide
-    from everstep.decide.logs import classify_lines
-    from everstep.decide.words import Action, IncidentState, LogClass, Symptom
+    from everstep.decide.words import IncidentState
     from everstep.spec import messages as m
     from everstep.spec.evidence import ROUND_BYTES_MAX, within
     from everstep.spec.limits import ladder_limits
     from workflows.context import JobContext
-    from workflows.state import RECENT_INCIDENTS_MAX, OpenIncident
+    from workflows.state import OpenIncident
 
 OBSERVATIONS_MAX = 128
 """In the input of a round: each of many shards may report as many as a watch can."""
@@ -143,48 +143,3 @@ def gave_up(context: JobContext, reason: str) -> None:
     )
     context.state.note_incident(IncidentState.GAVE_UP)
     context.state.incident = None
-
-
-def warn_only(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> None:
-    """Record what people should know though training goes on: a save that failed."""
-    state, run = context.state, context.state.run
-    if run is None or state.warned_generation >= run.generation:
-        return
-    state.warned_generation = run.generation
-    state.incidents_total += 1
-    now, first = workflow.now(), observations[0]
-    disk_full = classify_lines([first.reason])[0] is LogClass.DISK_FULL
-    symptom = Symptom.DISK_FULL if disk_full else Symptom.CHECKPOINT_ERROR
-    summary = m.IncidentSummary(
-        incident_id=f"{state.job_id}-{state.incidents_total}",
-        number=state.incidents_total,
-        rounds=1,
-        symptom=symptom,
-        state=IncidentState.STABLE,
-        action=Action.WARN_ONLY.value,
-        reason=f"{first.reason}; training goes on"[:600],
-        opened_at=now,
-        recovered_at=now,
-        steps_lost=0,
-    )
-    state.recent = (summary, *state.recent)[:RECENT_INCIDENTS_MAX]
-    context.beside(
-        contracts.schedule(
-            contracts.record_incident,
-            m.RecordIncident(
-                incident_id=summary.incident_id,
-                job_id=state.job_id,
-                run_id=run.run_id,
-                number=summary.number,
-                round_number=1,
-                state=IncidentState.STABLE,
-                symptom=symptom,
-                opened_at=now,
-                closed_at=now,
-                detected_at=now,
-                summary=summary.reason,
-                observations=observations,
-            ),
-            summary=f"record {symptom}: {first.reason}"[:200],
-        )
-    )

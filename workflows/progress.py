@@ -31,9 +31,9 @@ def note(context: JobContext, results: list[m.WatchResult]) -> None:
             _first_step(context)
         elif result.kind == "blind":
             _blind(context, result)
-        warnings = [o for o in result.observations if o.kind is EventKind.SAVE_FAILED]
-        if warnings:
-            incidents.warn_only(context, tuple(warnings))
+        saves = tuple(o for o in result.observations if o.kind is EventKind.SAVE_FAILED)
+        if saves:
+            warnings_beside.note_failed_saves(context, saves)
         if result.kind != "trouble":
             warnings_beside.note(context, result.observations)
     _note_recovery(context, ticked=any(r.kind == "tick" for r in results))

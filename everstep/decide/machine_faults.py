@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from everstep.decide.faults import FaultKind, signal_of
 from everstep.decide.observation import Observation
 from everstep.decide.reports import MachineReport, RankReport, Seen, Trigger
-from everstep.decide.words import Action, Cause, Confidence, Side, Symptom, Verdict
+from everstep.decide.words import Action, Cause, Side, Symptom, Verdict
 
 NEARBY_S = 120.0
 """A cause and its effect on one machine are seen within so long of each other."""
@@ -56,14 +56,6 @@ class MachineFault:
     """Seconds before the report, by the machine's own clock, at which it was last new."""
     present: bool
     """It still was so, or it is what made the run stop."""
-
-    @property
-    def sure(self) -> bool:
-        """True when the machine has to go, on this evidence alone."""
-        return (
-            self.observation.action is Action.EVICT_MACHINE
-            and self.observation.confidence is Confidence.HIGH
-        )
 
     def near(self, rank: RankReport) -> bool:
         """True when it was seen about when the rank ended (or while the rank was stuck)."""
@@ -139,7 +131,7 @@ def doomed(
     return tuple(
         fault
         for fault in faults
-        if fault.sure
+        if fault.observation.calls_for_eviction
         and (fault.present or fault.machine_id in failed)
         and not (
             fault.observation.symptom is not None
@@ -174,7 +166,7 @@ def explain(
         local_ranks: a rank's index on its machine, which is that of its GPU by default.
     """
     for row in EXPLANATIONS:
-        for fault in sorted(faults, key=lambda f: (not f.sure, not f.present, f.seen_ago_s)):
+        for fault in sorted(faults, key=_surest_first):
             ranks = tuple(
                 rank
                 for rank, kind in own
@@ -186,6 +178,10 @@ def explain(
             if ranks:
                 return row, fault, ranks
     return None
+
+
+def _surest_first(fault: MachineFault) -> tuple[bool, bool, float]:
+    return (not fault.observation.calls_for_eviction, not fault.present, fault.seen_ago_s)
 
 
 def _of_another_gpu(fault: MachineFault, local_rank: int) -> bool:

@@ -42,6 +42,15 @@ class Observation:
     """The evidence: quantities end in their unit (``temperature_c``)."""
 
     @property
+    def calls_for_eviction(self) -> bool:
+        """True when the machine has to go, on this evidence alone."""
+        return (
+            self.verdict is Verdict.FAULTY
+            and self.action is Action.EVICT_MACHINE
+            and self.confidence is Confidence.HIGH
+        )
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """What it is about: a later observation with the same key replaces it."""
         return (self.probe, self.target, self.rule if self.verdict is Verdict.FAULTY else "")

@@ -7,36 +7,19 @@ from typing import Any
 
 import pytest
 
-from activities.watch_probes import told_as
 from activities.watching import WARN_INTERVAL_MIN_S, Shard
 from everstep.decide.observation import Observation
 from everstep.decide.reports import Seen
-from everstep.decide.words import Action, Confidence, Symptom, Verdict
+from everstep.decide.words import Action, Confidence, Verdict
 from everstep.spec import messages as m
 from everstep.spec.agent_api import EventKind, EventLine
 from everstep.spec.probe_events import event_data
 from tests.activity.fakes import event, report, state
 from tests.activity.test_watching import SETTLE, connected
+from tests.support.observations import BLIND, HOT, WARNING, XID, gone
 
-XID = Observation(
-    probe="kernel_log",
-    target="gpu 3",
-    verdict=Verdict.FAULTY,
-    reason="GPU 3 has fallen off the bus (Xid 79)",
-    rule="xid_79",
-    symptom=Symptom.GPU_UNAVAILABLE,
-    action=Action.EVICT_MACHINE,
-)
-REPLAYS = replace(
-    XID,
-    probe="gpu",
-    rule="pcie_replay",
-    reason="many PCIe replays",
-    symptom=Symptom.NVLINK_PCIE,
-    action=Action.WARN_ONLY,
-)
 NO_STOP = {
-    "a warning": REPLAYS,
+    "a warning": WARNING,
     "not sure": replace(XID, confidence=Confidence.LOW),
     "a check is wanted": replace(XID, action=Action.STOP_TIME_CHECK),
     "a service outside": replace(XID, action=Action.WAIT_EXTERNAL),
@@ -52,10 +35,6 @@ def probe(observation: Observation, age_s: float = 0.0) -> EventLine:
         reason=observation.reason,
         data=event_data(observation),
     )
-
-
-def gone(observation: Observation) -> Observation:
-    return replace(observation, verdict=Verdict.HEALTHY, reason="nothing new")
 
 
 def tell(watch: Shard, machine: str, observation: Observation, now: float, **more: Any) -> None:
@@ -111,22 +90,21 @@ def test_less_than_that_goes_on_record_once_and_nothing_stops(why: str) -> None:
 
 def test_unknown_is_neither_trouble_nor_a_warning() -> None:
     watch = connected()
-    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 110)
+    tell(watch, "m1", BLIND, 110)
     assert watch.result(130) is None
 
 
 def test_a_probe_that_cannot_look_any_more_does_not_take_the_fault_back() -> None:
     watch = connected()
     tell(watch, "m1", XID, 110)
-    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 110.1)
+    tell(watch, "m1", BLIND, 110.1)
     assert trouble(watch, 111).observations[0].data["rule"] == "xid_79"
 
 
 def test_what_the_job_has_on_record_is_not_told_again() -> None:
-    key = ("m1", REPLAYS.probe, REPLAYS.target, REPLAYS.rule)
-    watch = connected(told=(told_as(key),))
-    tell(watch, "m1", REPLAYS, 110)
-    tell(watch, "m2", REPLAYS, 110)
+    watch = connected(told=("m1/gpu/gpu 3/pcie_replay",))
+    tell(watch, "m1", WARNING, 110)
+    tell(watch, "m2", WARNING, 110)
     result = watch.result(130)
     assert result is not None
     assert [o.machine_id for o in result.observations] == ["m2"]
@@ -134,8 +112,8 @@ def test_what_the_job_has_on_record_is_not_told_again() -> None:
 
 def test_what_was_kept_beside_is_evidence_of_a_later_trouble_with_its_present_age() -> None:
     watch = connected()
-    tell(watch, "m1", REPLAYS, 110, age_s=1.0)
-    tell(watch, "m1", replace(XID, verdict=Verdict.UNKNOWN, action=None, symptom=None), 112)
+    tell(watch, "m1", WARNING, 110, age_s=1.0)
+    tell(watch, "m1", BLIND, 112)
     data = {"exit_code": 1, "signal": None}
     watch.take(watch.machines["m2"], event(EventKind.RANK_EXITED, rank=2, data=data), 150)
     seen = trouble(watch, 151).observations
@@ -178,7 +156,7 @@ def test_a_probe_event_that_says_nothing_is_nothing() -> None:
 def test_a_flood_of_warnings_stays_small() -> None:
     watch = connected()
     for n in range(2000):
-        tell(watch, "m1", replace(REPLAYS, target=f"gpu {n}", reason="x" * 5000), 110 + n / 1000)
+        tell(watch, "m1", replace(WARNING, target=f"gpu {n}", reason="x" * 5000), 110 + n / 1000)
     result = watch.result(200)
     assert result is not None
     assert len(result.model_dump_json()) < 100_000
@@ -207,9 +185,8 @@ def test_slow_steps_stop_the_run_only_beside_a_machine_that_is_slowed_down() -> 
     result = watch.result(130)
     assert result is not None
     assert result.kind == "tick"
-    hot = replace(REPLAYS, rule="thermal", symptom=Symptom.MFU_DECLINE)
     watch = connected()
-    tell(watch, "m2", hot, 110)
+    tell(watch, "m2", HOT, 110)
     watch.take(watch.machines["m1"], slow, 111)
     seen = trouble(watch, 112).observations
     assert [(o.kind, o.machine_id) for o in seen] == [

@@ -15,17 +15,7 @@ from everstep.decide.words import Action, Confidence, Symptom, Verdict
 from everstep.machine.health import CLEARED_KEPT_S, EVENTS_MAX, KEPT_MAX, SEEN_MAX, HealthBoard
 from everstep.spec.agent_api import EventKind
 from everstep.spec.probe_events import event_data, observation_of
-
-XID = Observation(
-    probe="kernel_log",
-    target="gpu 3",
-    verdict=Verdict.FAULTY,
-    reason="GPU 3 has fallen off the bus (Xid 79)",
-    rule="xid_79",
-    symptom=Symptom.GPU_UNAVAILABLE,
-    action=Action.EVICT_MACHINE,
-    values={"xid": 79},
-)
+from tests.support.observations import XID
 
 
 def well(probe: str = "kernel_log", target: str = "gpu 3") -> Observation:

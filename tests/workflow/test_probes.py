@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from everstep.decide.observation import Observation
-from everstep.decide.words import Action, IncidentState, Symptom, Verdict
+from everstep.decide.words import IncidentState, Symptom, Verdict
 from everstep.spec import messages as m
 from everstep.spec.agent_api import EventKind
 from everstep.spec.probe_events import event_data
+from tests.support.observations import BLIND, HOT, WARNING, XID
 from tests.workflow.conftest import Bench
 from tests.workflow.scenarios import DONE, FIRST
 from tests.workflow.world import Say, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-XID = Observation(
-    probe="kernel_log",
-    target="gpu 3",
-    verdict=Verdict.FAULTY,
-    reason="GPU 3 has fallen off the bus",
-    rule="xid_79",
-    symptom=Symptom.GPU_UNAVAILABLE,
-    action=Action.EVICT_MACHINE,
-)
-WARNING = replace(
-    XID,
-    rule="replays",
-    reason="many PCIe replays",
-    symptom=Symptom.NVLINK_PCIE,
-    action=Action.WARN_ONLY,
-)
 
 
 def seen(observation: Observation, machine_id: str = "m2") -> m.ObservationRecord:
@@ -62,11 +44,10 @@ async def test_a_sure_fault_evicts_its_machine_once_and_stops_nothing_else(bench
 
 async def test_a_warning_is_recorded_once_for_each_symptom_and_nothing_stops(bench: Bench) -> None:
     world = bench.world
-    hot = replace(WARNING, rule="hot", symptom=Symptom.MFU_DECLINE)
     spike = m.ObservationRecord(
         kind=EventKind.LOSS_SPIKE, verdict=Verdict.FAULTY, machine_id="m1", rank=0, reason="6 times"
     )
-    told = (seen(WARNING), seen(WARNING, "m1"), seen(hot), spike)
+    told = (seen(WARNING), seen(WARNING, "m1"), seen(HOT), spike)
     world.scripts[1] = Script(
         [
             FIRST,
@@ -86,11 +67,10 @@ async def test_a_warning_is_recorded_once_for_each_symptom_and_nothing_stops(ben
 
 async def test_unknown_and_evidence_beside_a_failure_are_no_incidents(bench: Bench) -> None:
     world = bench.world
-    unknown = replace(XID, verdict=Verdict.UNKNOWN, symptom=None, action=None)
     world.scripts[1] = Script(
         [
             FIRST,
-            Say("tick", step=10, observations=(seen(unknown),)),
+            Say("tick", step=10, observations=(seen(BLIND),)),
             Say("trouble", step=12, observations=(seen(XID, "m1"), seen(WARNING))),
         ]
     )
