@@ -10,7 +10,6 @@ Not here: any probe, threads and deadlines (``everstep.machine.probes``), events
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -24,7 +23,6 @@ from everstep.spec.policy import ProbesPolicy
 
 FIGURES_INTERVAL_S = 2.0
 """How often figures of what is held are refreshed; changes are taken at once."""
-LOOK_POLL_S = 0.02
 
 MakeProbes = Callable[[ProbesPolicy], Sequence[Probe]]
 
@@ -98,16 +96,7 @@ class Probing:
         runner = self._runner
         if runner is None:
             return
-        before = {name: (count.looks, count.errors) for name, count in runner.looked.items()}
-        for name in before:
-            runner.look_now(name)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while any(  # noqa: ASYNC110 - threads count, and have nothing to wait for
-                    (count.looks, count.errors) == before[name]
-                    for name, count in runner.looked.items()
-                ):
-                    await asyncio.sleep(LOOK_POLL_S)
+        await runner.look_all(limit_s)
         self._take(runner)
 
     def _changed(self, change: Change) -> None:
