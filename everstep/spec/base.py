@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Annotated, Any
 
 import durationpy
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    StringConstraints,
+)
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,60}[a-z0-9])?$"
 """A DNS label (RFC 1123) of at most 62 characters: safe in workflow ids, paths and host names."""
@@ -61,3 +69,15 @@ Duration = Annotated[
     ),
 ]
 """A span of time written as ``500ms``, ``30s``, ``5m`` or ``1h30m`` (units are required)."""
+
+
+def _compilable(value: str) -> str:
+    try:
+        re.compile(value)
+    except (re.error, OverflowError, RecursionError, MemoryError) as error:
+        raise ValueError(f"a regular expression is needed: {error}") from None
+    return value
+
+
+IS_REGEX = AfterValidator(_compilable)
+"""For text that must be a regular expression of Python's ``re``; goes after limits of length."""

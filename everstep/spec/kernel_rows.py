@@ -5,29 +5,19 @@ Not here: reading files, rules between rows and the compiled form (``kernel_cata
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from everstep.decide.kernel_rules import KernelClass, TargetKind
 from everstep.decide.words import Action, Side, Symptom
-from everstep.spec.base import Duration, StrictModel
+from everstep.spec.base import IS_REGEX, Duration, StrictModel
 from everstep.spec.spans import Span
-
-
-def _regex(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"it must be a regular expression: {error}") from None
-    return value
-
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{1,60}$")]
 Number = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}$")]
-Regex = Annotated[str, StringConstraints(min_length=3, max_length=1_000), AfterValidator(_regex)]
+Regex = Annotated[str, StringConstraints(min_length=3, max_length=1_000), IS_REGEX]
 
 
 class WindowsSection(StrictModel):

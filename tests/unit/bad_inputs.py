@@ -68,7 +68,7 @@ BAD_SPECS: tuple[BadInput, ...] = (
     _job("a reserved variable", "env: {RANK: '0'}\n", "{file}:3: env: got a mapping; RANK is set by Everstep for every run and cannot be overridden"),
     _job("a relative directory", "working_dir: run\n", "{file}:3: working_dir: got 'run'; must be an absolute path"),
     _job("a layout that does not fit", "layout: {tp: 3}\nmachines: 2\n", "{file}:3: layout: got sizes that do not fit; tp*cp*ep*dp*pp = 3*1*1*1*1 = 3, but machines*ranks_per_machine = 2"),
-    _job("a pattern that is none", "progress: {pattern: 'step (?P<step>'}\n", "{file}:3: progress.pattern: got 'step (?P<step>'; is no regular expression: missing ), unterminated subpattern at position 5"),
+    _job("a pattern that is none", "progress: {pattern: 'step (?P<step>'}\n", "{file}:3: progress.pattern: got 'step (?P<step>'; a regular expression is needed: missing ), unterminated subpattern at position 5"),
     _job("a pattern without a step", "progress:\n  pattern: 'it (\\d+)'\n", "{file}:4: progress.pattern: got 'it (\\\\d+)'; must have a group named step: (?P<step>\\d+)"),
     _job("a pattern with another group", "progress: {pattern: '(?P<step>.)(?P<los>.)'}\n", "{file}:3: progress.pattern: got '(?P<step>.)(?P<los>.)'; groups may be named step, loss and grad_norm, not los"),
     _job("an order without an axis", "layout:\n  order: [tp, dp]\n", "{file}:4: layout.order: got a list of 2; order must name each of tp, cp, ep, dp, pp exactly once"),

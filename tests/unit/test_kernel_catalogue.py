@@ -120,6 +120,18 @@ def test_a_named_file_is_laid_over_the_packaged_one(tmp_path: Path) -> None:
             3,
             ["kernel_lines.mine.pattern", "'a(b'", "regular expression", "unterminated"],
         ),
+        *(
+            (
+                f"kernel_lines:\n  link_up:\n    {key}: '{pattern}'\n",
+                3,
+                [f"kernel_lines.link_up.{key}", "a regular expression is needed", why],
+            )
+            for key in ("pattern", "begins")
+            for pattern, why in (
+                ("up{99999999999999}", "too large"),
+                ("(" * 490 + "up" + ")" * 490, "recursion"),
+            )
+        ),
         (
             "kernel_lines:\n  link_up:\n    clears: [link_dwn]\n",
             3,
