@@ -21,10 +21,9 @@ from everstep.decide.faults import (
 )
 from everstep.decide.machine_faults import MachineFault, faults_of
 from everstep.decide.reports import MachineReport, RankReport, Trigger
+from everstep.decide.stack_outliers import listed, named
 from everstep.decide.stack_report import StackFinding
 from everstep.decide.words import LogClass, RankState
-
-NAMES_SHOWN_MAX = 8
 
 _STOPPED_STATES = frozenset({"T", "t"})
 _BLOCKED_STATE = "D"
@@ -243,18 +242,9 @@ def all_succeeded(reports: Sequence[MachineReport], world_size: int) -> bool:
 
 def named_ranks(ranks: Iterable[RankReport]) -> str:
     """``rank 3``, or ``ranks 1, 2 and 9 more``."""
-    numbers = sorted({r.rank for r in ranks})
-    return _named("rank", [str(n) for n in numbers])
+    return named({r.rank for r in ranks})
 
 
 def named_machines(machines: Iterable[str]) -> str:
     """``machine m-1``, or ``machines m-1, m-2``."""
-    return _named("machine", list(machines))
-
-
-def _named(noun: str, names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMES_SHOWN_MAX])
-    more = len(names) - NAMES_SHOWN_MAX
-    return f"{noun}{'s' if len(names) > 1 else ''} {shown}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+    return listed("machine", list(machines))

@@ -5,9 +5,11 @@ exceptions counts, not the last one printed; a complaint about a peer is a class
 such a rank is a witness; and a text that names a device or a remote service is never taken for an
 error of the owner's code, which would blame the wrong side.
 
-The table is short: what the runtime itself prints when ranks fail. The catalogue of operators'
-signatures (``config/log_signatures.yaml``) will be laid over it. Not here: whose fault a class is
-(``everstep.decide.attribution``), and reading files (``everstep.machine``).
+The table is short: what the runtime itself prints when ranks fail. It stands in code because
+workflows ask it too, and because agents go by it when the catalogue of signatures
+(``config/log_signatures.yaml``, ``diagnosis``) cannot be read; where both speak, ``faults`` says
+which of them counts. Not here: whose fault a class is (``everstep.decide.attribution``), and
+reading files (``everstep.machine``).
 """
 
 from __future__ import annotations

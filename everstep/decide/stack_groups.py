@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from everstep.decide.stack_outliers import WITNESS_WAITS
 from everstep.decide.stack_report import (
     MissedStacks,
     ProcessRole,
@@ -25,7 +26,6 @@ PIDS_SHOWN_MAX = 8
 COMPACT_FRAMES_MAX = 8
 COMPACT_GROUPS_MAX = 24
 GROUPS_MAX = 64
-_WITNESS = frozenset({Wait.PEERS, Wait.DEVICE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def _settled(stack: ProcessStack, *, lines: bool) -> tuple[tuple[Frame, ...], Wa
         return frames, waits, changed
     # A rank that polls, or retries in vain, changes too; what tells is a wait that ended.
     asked: Sequence[Wait] = (*(ask(look) for look in looks), waits)
-    return frames, waits, len(set(asked)) > 1 and not _WITNESS.isdisjoint(asked)
+    return frames, waits, len(set(asked)) > 1 and not WITNESS_WAITS.isdisjoint(asked)
 
 
 def merge_missed(missed: Iterable[MissedStacks]) -> tuple[MissedStacks, ...]:

@@ -10,7 +10,7 @@ All is linear in the number of ranks. Not here: what follows (``aggregation``, `
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from everstep.decide.stack_report import ProcessRole, StackGroup, StackSource, Wait, ranks_of
 from everstep.decide.topology import Topology
@@ -127,9 +127,13 @@ def few(ranks: Collection[object], total: int) -> bool:
 
 def named(ranks: Iterable[int]) -> str:
     """``rank 3``, or ``ranks 1, 2 and 9 more``."""
-    numbers = sorted(ranks)
-    shown = ", ".join(map(str, numbers[:NAMES_SHOWN_MAX]))
-    more = len(numbers) - NAMES_SHOWN_MAX
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}" + (
+    return listed("rank", [str(rank) for rank in sorted(ranks)])
+
+
+def listed(noun: str, names: Sequence[str]) -> str:
+    """A few names with their noun, and how many more there are."""
+    shown = ", ".join(names[:NAMES_SHOWN_MAX])
+    more = len(names) - NAMES_SHOWN_MAX
+    return f"{noun}{'s' if len(names) > 1 else ''} {shown}" + (
         f" and {more} more" if more > 0 else ""
     )

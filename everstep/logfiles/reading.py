@@ -141,7 +141,6 @@ class _Keeper:
         self._tried: Counter[int] = Counter()
         self._until = 0
         """Keep all lines up to this number."""
-        self._ended = 0
         self.count = 0
         """Lines that have ended."""
         self.open = False
@@ -159,8 +158,7 @@ class _Keeper:
         self._carry_on(block, first)
         self._follow(block, first, self._scanner.places(block))
         self._last.append((first, block))
-        self._ended += block.count(b"\n")
-        self.count = self._ended
+        self.count += block.count(b"\n")
         self.open = not block.endswith(b"\n")
 
     def lines(self) -> tuple[LogLine, ...]:

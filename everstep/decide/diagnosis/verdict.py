@@ -161,7 +161,7 @@ def _by_hang(case: Case, chosen: Hit, live: Sequence[Hit]) -> Diagnosis:
     if said.start_up:
         signature = replace(
             signature,
-            name="first_barrier_timeout",
+            name=START_UP.name,
             side=START_UP.side,
             action=START_UP.action,
             why=START_UP.why,
