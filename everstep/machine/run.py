@@ -351,7 +351,7 @@ class Run:
     ) -> None:
         self._note_stopping(reason, planned=planned)
         if self.stacks.wanted(self.facts.stopping):
-            await self.stacks.take(stack_target(self))
+            await self.stacks.take(lambda: stack_target(self))
         if self.facts.stopping is not None:  # else all have ended by themselves
             self.torn_down_s = (time.monotonic(), math.inf)
         self._teardown = Teardown(

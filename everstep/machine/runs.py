@@ -148,9 +148,16 @@ class RunManager:
         if not run.settling or run in self._failed:
             return
         self._failed.add(run)
-        look = asyncio.get_running_loop().create_task(self._health.look_again(_LOOK_AGAIN_MAX_S))
+        look = asyncio.get_running_loop().create_task(self._look_again())
         self._looks.add(look)
         look.add_done_callback(self._looks.discard)
+
+    async def _look_again(self) -> None:
+        try:
+            await self._health.look_again(_LOOK_AGAIN_MAX_S)
+        except Exception as error:  # noqa: BLE001 - what it would show is worth less than a stop
+            with contextlib.suppress(OSError):
+                log.warning("probes could not look again", error=repr(error))
 
     async def close(self) -> None:
         """Stop following; ranks go on without us."""
@@ -265,7 +272,7 @@ class RunManager:
         # What killed a rank may be younger than the last look; the teardown takes as long.
         await asyncio.gather(
             run.stop(reason=reason, grace_s=grace_s, kill_wait_s=kill_wait_s, planned=planned),
-            self._health.look_again(_LOOK_AGAIN_MAX_S),
+            self._look_again(),
         )
         return await asyncio.to_thread(machine_report, run, self._health)
 

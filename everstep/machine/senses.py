@@ -1,17 +1,25 @@
 """What the agent looks at for a run: progress files, logs, and the machine's RDMA counters.
 
+If looking fails, whatever the reason, nothing is seen: exits, adoption and teardown ask for a look
+first, and must go on.
+
 Not here: what it means (``monitor``), and exits, which come by themselves (``processes``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
+
+import structlog
 
 from everstep.machine import rdma
 from everstep.machine.folder import RunFolder, RunRecord
 from everstep.machine.framework_log_reader import LogReading, RunLogs
 from everstep.machine.monitor import NS, Observed, RunMonitor
 from everstep.machine.progress import Progress, ProgressReader
+
+log = structlog.get_logger(__name__)
 
 
 class Senses:
@@ -24,6 +32,8 @@ class Senses:
         self._logs = RunLogs({})
         self._rdma = rdma.Traffic()
         self._traffic_at_ns: int | None = None
+        self._folder = folder.path
+        self._blind = False
 
     def follow_logs(self, *, fresh: bool) -> None:
         """Begin with logs: from their start when this agent has started the run."""
@@ -38,7 +48,26 @@ class Senses:
         judged: Collection[int],
         process_state: Callable[[int], str | None],
     ) -> list[Observed]:
-        """One look; ranks that are not ``running`` write no more."""
+        """One look; ranks that are not ``running`` write no more. Never raises."""
+        try:
+            return self._look(monitor, now_ns, running, judged, process_state)
+        except Exception as error:  # noqa: BLE001 - see above
+            if not self._blind:
+                self._blind = True  # it is said once: this is called ten times a second
+                with contextlib.suppress(OSError):
+                    log.warning(
+                        "looking at progress failed", folder=str(self._folder), error=repr(error)
+                    )
+            return []
+
+    def _look(
+        self,
+        monitor: RunMonitor,
+        now_ns: int,
+        running: Collection[int],
+        judged: Collection[int],
+        process_state: Callable[[int], str | None],
+    ) -> list[Observed]:
         progress: dict[int, Progress | None] = {
             rank: reader.read(final=rank not in running) for rank, reader in self._readers.items()
         }

@@ -9,6 +9,7 @@ Not here: taking (``capture``), and what the stacks say (``everstep.decide.aggre
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -45,10 +46,10 @@ class StackEvidence:
             return False
         return any(seen.stalled_for_s is not None for seen in stopping.evidence.values())
 
-    async def take(self, target: StackTarget) -> None:
+    async def take(self, find_target: Callable[[], StackTarget]) -> None:
         """Take the stacks and keep them; whatever goes wrong must not keep the teardown waiting."""
         try:
-            self.report = compact(await capture(target, LIMITS))
+            self.report = compact(await capture(find_target(), LIMITS))
         except Exception as error:  # noqa: BLE001 - evidence is worth less than the end of the run
             log.error("stacks could not be taken", error=repr(error))  # noqa: TRY400 - see above
             return
