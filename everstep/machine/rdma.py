@@ -1,13 +1,19 @@
 """The machine's RDMA ports in sysfs: which there are, and how much they have carried.
 
 One reader for the probe of ports and for the agent's own loop (a few small files twice a minute).
+A port's driver asks the port's firmware for its counters, and may wait for a minute when that
+hangs: the agent's loop therefore leaves the reading to a thread (``Watch``).
 Not here: the state of ports (``probes.network_rdma``), and what silence means
 (``everstep.decide.anomaly``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from everstep.machine.probes.host_read import children, read_int
 
@@ -73,3 +79,30 @@ class Traffic:
         self._total += sum(risen(self._before.get(key, value), value) for key, value in now.items())
         self._before |= now
         return self._total
+
+
+class Watch:
+    """Looks at all ports every half minute, without ever keeping its caller waiting."""
+
+    def __init__(self, look: Callable[[], int | None] | None = None) -> None:
+        """``look``: what to call in a thread; by default that of the machine's own ports."""
+        self._look = look if look is not None else Traffic().total_bytes
+        self._found: SimpleQueue[int | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._at_s: float | None = None
+
+    def total_bytes(self, now_s: float) -> int | None:
+        """What a look has found since the last call, else None; begins a look if it is time."""
+        found = None
+        with contextlib.suppress(Empty):
+            found = self._found.get_nowait()
+        is_time = self._at_s is None or now_s - self._at_s >= LOOK_EVERY_S
+        if is_time and (self._thread is None or not self._thread.is_alive()):
+            self._at_s = now_s
+            # A daemon: a driver that hangs must not keep the agent from ending.
+            self._thread = threading.Thread(target=self._run, name="rdma-counters", daemon=True)
+            self._thread.start()
+        return found
+
+    def _run(self) -> None:
+        self._found.put(self._look())

@@ -30,8 +30,7 @@ class Senses:
         self._paths = {rank: folder.log(rank) for rank in record.ranks}
         self._pattern = record.plan.progress_pattern
         self._logs = RunLogs({})
-        self._rdma = rdma.Traffic()
-        self._traffic_at_ns: int | None = None
+        self._rdma = rdma.Watch()
         self._folder = folder.path
         self._blind = False
 
@@ -77,12 +76,8 @@ class Senses:
         return monitor.observe(now_ns, progress, judged, process_state, logs)
 
     def traffic(self, monitor: RunMonitor, now_ns: int) -> list[Observed]:
-        """Look at RDMA counters, if it is time."""
-        at_ns = self._traffic_at_ns
-        if at_ns is not None and now_ns - at_ns < rdma.LOOK_EVERY_S * NS:
-            return []
-        self._traffic_at_ns = now_ns
-        total = self._rdma.total_bytes()
+        """What the last look at RDMA counters says, once it is there."""
+        total = self._rdma.total_bytes(now_ns / NS)
         return [] if total is None else monitor.traffic(now_ns, total)
 
     def close(self) -> None:

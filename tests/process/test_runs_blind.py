@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from everstep.machine.health import NoProbes
 from everstep.machine.monitor import RunMonitor
 from everstep.machine.observed import Observed
+from everstep.machine.rdma import Watch
 from everstep.machine.stacks import StackTarget
 from everstep.machine.stacks.evidence import StackEvidence
 from everstep.spec.agent_api import EventKind
@@ -43,6 +45,45 @@ async def test_a_look_that_fails_hides_no_exit_and_prevents_no_teardown(machine:
     assert report.teardown_clean
     assert rank_report(report, 1).stopped_by_us
     assert not is_alive(pids[1])
+
+
+class Hears(RunMonitor):
+    """A monitor that keeps what it is told of RDMA traffic."""
+
+    heard: int | None = None
+
+    def traffic(self, now_ns: int, total_bytes: int) -> list[Observed]:
+        self.heard = total_bytes
+        return super().traffic(now_ns, total_bytes)
+
+
+async def test_a_network_driver_that_hangs_holds_no_run_up(machine: Machine) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def look() -> int:
+        asked.set()
+        answers.wait(20)
+        return 4096
+
+    await machine.start(WAITS)
+    await machine.marked("ready-0")
+    run = machine.manager._runs["job", 1]
+    run.monitor = monitor = Hears(
+        policy=run.record.plan.policy, ranks=run.record.ranks, started_ns=0, facts=run.facts
+    )
+    run._senses._rdma = Watch(look)
+    await until(asked.is_set, "counters are read")
+    await machine.restart()
+    assert monitor.heard is None
+    again = machine.manager._runs["job", 1]
+    again.monitor = after = Hears(
+        policy=run.record.plan.policy, ranks=run.record.ranks, started_ns=0, facts=again.facts
+    )
+    again._senses._rdma = Watch(look)
+    answers.set()
+    await until(lambda: after.heard == 4096, "what was read is judged")
+    machine.go("go")
+    await machine.event(EventKind.RUN_ENDED)
 
 
 class BrokenProbes(NoProbes):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from everstep.machine.facts import Facts
 from everstep.machine.job_signals import JobSignals
 from everstep.machine.observed import NS
-from everstep.machine.rdma import LOOK_EVERY_S, Traffic, carried, ports, risen
+from everstep.machine.rdma import LOOK_EVERY_S, Traffic, Watch, carried, ports, risen
 from everstep.spec.agent_api import EventKind
 from everstep.spec.load import load_policy
 from tests.support.roots import rdma_port, write
@@ -171,6 +174,47 @@ def test_the_total_never_falls_whatever_sysfs_says(
             last = last if total is None else total
     finally:
         shutil.rmtree(sys)
+
+
+# --- From the agent's loop
+
+
+def taken(watch: Watch, now_s: float) -> int:
+    """What the next look that comes back has found."""
+    deadline = time.monotonic() + 20
+    while (found := watch.total_bytes(now_s)) is None:
+        assert time.monotonic() < deadline
+    return found
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    made = threading.Event()
+    yield made
+    made.set()  # lets the thread end
+
+
+def test_a_look_every_half_minute_is_told_once() -> None:
+    totals = iter(range(1, 100))
+    watch = Watch(lambda: next(totals))
+    assert taken(watch, 100.0) == 1
+    assert [watch.total_bytes(100.0 + s) for s in range(int(LOOK_EVERY_S))] == [None] * 30
+    assert taken(watch, 100.0 + LOOK_EVERY_S) == 2
+
+
+def test_a_driver_that_hangs_keeps_nobody_waiting_and_is_asked_once(gate: threading.Event) -> None:
+    asked: list[float] = []
+
+    def look() -> int:
+        asked.append(time.monotonic())
+        gate.wait(20)
+        return 7
+
+    watch = Watch(look)
+    assert all(watch.total_bytes(float(second)) is None for second in range(300))
+    assert len(asked) <= 1
+    gate.set()
+    assert taken(watch, 300.0) == 7
 
 
 # --- The rule
