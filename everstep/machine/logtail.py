@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.decide.diagnosis.types import TailFinding
 from everstep.decide.words import LogClass
+from everstep.machine.framework_log import ESCAPE
 from everstep.machine.log_findings import finding_of
 
 TAIL_BYTES = 64 * 1024
@@ -22,14 +22,12 @@ LINES_MAX = 400
 LINE_CHARACTERS_MAX = 300
 FULL_BELOW_BYTES = 64 * 1024
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-
 
 def clean(line: str) -> str:
     """One line as a person would see it, cut to its limit."""
     line = line[: 8 * LINE_CHARACTERS_MAX]
     if not line.isprintable():
-        line = _ESCAPE.sub("", line)
+        line = ESCAPE.sub("", line)
         line = "".join(c if c.isprintable() else " " if c == "\t" else "\ufffd" for c in line)
     line = line.rstrip()
     return line if len(line) <= LINE_CHARACTERS_MAX else line[: LINE_CHARACTERS_MAX - 1] + "…"
