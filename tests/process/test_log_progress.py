@@ -113,6 +113,37 @@ time.sleep(600)
     assert rank_report(machine.state().report, 0).nonfinite_step == 80
 
 
+async def test_the_output_of_ranks_that_use_the_library_is_not_read(machine: Machine) -> None:
+    await start(
+        machine,
+        MEGATRON
+        + """
+import everstep_trainer
+session = everstep_trainer.attach()
+session.step(0)
+wait("go")
+train(1, 20, 2.5)
+session.step(1)
+wait("end")
+""",
+    )
+    run = machine.manager._runs["job", 1]
+    await until(lambda: run.monitor.library_steps, "a step is seen")
+    (follower,) = run._senses._logs._followers.values()
+    before = follower.reading
+    machine.go("go")
+
+    def step() -> int | None:
+        progress = run.monitor.progress(0)
+        return progress.step if progress is not None else None
+
+    await until(lambda: step() == 1, "the next step is seen")
+    assert follower.reading == before
+    machine.go("end")
+    await machine.event(EventKind.RUN_ENDED)
+    assert follower.reading == before
+
+
 async def test_the_last_line_of_a_short_script_counts(machine: Machine) -> None:
     await start(machine, "print('step 3 loss 1.5', end='')")
     await machine.event(EventKind.RUN_ENDED)

@@ -265,6 +265,33 @@ async def test_a_hang_is_told_with_the_stacks_of_before_the_teardown(machine: Ma
     assert machine.state().report.stacks == report.stacks, "the next agent knows it too"
 
 
+DEEP = """
+import everstep_trainer
+session = everstep_trainer.attach()
+for number in range(20):
+    exec(f"def call_{number}(): return call_{number + 1}()")
+
+def call_20():
+    wait("go")
+
+for step in range(30):
+    time.sleep(0.02)
+    session.step(step)
+call_0()
+"""
+
+
+async def test_only_innermost_frames_travel_with_the_report(machine: Machine) -> None:
+    await machine.start(DEEP)
+    await machine.event(EventKind.RANK_STALLED)
+    whole = await capture_run(machine.manager._runs["job", 1], LIMITS)
+    assert functions(whole.groups[0])[-2:] == ["call_0", "<module>"]
+    report = await machine.stop()
+    assert report.stacks is not None
+    (group,) = report.stacks.groups
+    assert functions(group) == ["wait", *(f"call_{n}" for n in range(20, 13, -1))]
+
+
 async def test_a_stop_that_is_planned_or_without_a_hang_is_not_kept_waiting(
     machine: Machine,
 ) -> None:

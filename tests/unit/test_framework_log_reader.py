@@ -122,6 +122,14 @@ def test_who_writes_too_fast_is_caught_up_with_at_the_end(log: Path) -> None:
     assert follower.skipped_bytes > 0
 
 
+def test_a_look_reads_no_more_than_its_share(log: Path) -> None:
+    follower = follow(log)
+    line = LINE % (1, 1.0)
+    write(log, line * 10)
+    seen = [look(follower, share=2 * len(line)).steps for _ in range(6)]
+    assert seen == [2, 4, 6, 8, 10, 10]
+
+
 def test_only_the_last_lines_of_a_look_are_parsed(log: Path) -> None:
     follower = follow(log)
     write(log, *(LINE % (step, 1.0) for step in range(100)))
