@@ -135,10 +135,15 @@ def _found(pattern: re.Pattern[str], line: str) -> float | None:
     return number(match[1]) if match is not None else None
 
 
+def _is_speed(value: float | None) -> bool:
+    """Whether it can be compared; small models have printed speeds of 0.0."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
 def _speed(line: str) -> tuple[str | None, float | None]:
     for kind, pattern in _SPEEDS:
         value = _found(pattern, line)
-        if value is not None and math.isfinite(value) and value > 0:
+        if _is_speed(value):
             return kind, value
     return None, None
 
@@ -169,8 +174,8 @@ def _of_fields(step: int | None, line: str) -> LogStep:
         loss=loss,
         grad_norm=_field(fields, "grad norm", "grad_norm"),
         step_time_s=milliseconds / 1000 if milliseconds is not None else seconds,
-        speed_kind="tflops" if speed is not None else None,
-        speed=speed,
+        speed_kind="tflops" if _is_speed(speed) else None,
+        speed=speed if _is_speed(speed) else None,
         skipped=bool(_field(fields, "number of skipped iterations")),
     )
 
