@@ -503,6 +503,34 @@ def test_rdma_traffic_that_ceases_while_training_is_told_once() -> None:
     assert [f.data["kind"] for f in script.of(EventKind.SIGNAL_RECOVERED)] == ["rdma_silent"]
 
 
+@pytest.mark.parametrize("phase", ["before the first step", "in a section"])
+def test_rdma_traffic_may_cease_where_no_step_is_due(phase: str) -> None:
+    script = Script(ranks=1)
+    total = 0
+
+    def looks(count: int, rate: int) -> None:
+        nonlocal total
+        for _ in range(count):
+            script.wait(30)
+            total += 30 * rate
+            script.found += script.monitor.traffic(int(script.now_s * NS), total)
+
+    attached = dataclasses.replace(EMPTY, step_at_ns=int(script.now_s * NS))
+    stepped = dataclasses.replace(attached, step=0, steps_reported=1)
+    saving = dataclasses.replace(
+        stepped, section="save", section_entered_ns=int(script.now_s * NS), section_max_s=7200.0
+    )
+    script.library[0] = attached if phase == "before the first step" else stepped
+    looks(10, 10**9)
+    script.library[0] = attached if phase == "before the first step" else saving
+    looks(60, 0)
+    assert not script.of(EventKind.RDMA_SILENT)
+    script.library[0] = stepped
+    looks(10, 10**9)
+    looks(25, 0)
+    assert len(script.of(EventKind.RDMA_SILENT)) == 1
+
+
 def test_a_plan_of_before_there_were_signals_has_none() -> None:
     script = Script(policy=POLICY)
     chatter(script, 1200, every_s=20)
