@@ -6,7 +6,7 @@ a carriage return (progress bars), hold anything, and be of any length: what is 
 
 A job's own pattern may be one that takes for ever on the wrong line. Matching it is stopped after
 ``PATTERN_CPU_MAX_S`` of processor time by a timer of the kernel (Python's matcher looks for signals
-while it works), and the pattern is not used again in this run.
+while it works), and the pattern is not used on that rank's log again.
 
 Not here: what lines mean (``framework_log``), and judging it (``monitor``).
 """
@@ -219,7 +219,7 @@ class LogFollower:
         except _PatternTooSlow:
             self._useless = True
             log.warning(
-                "the job's progress pattern takes too long and is not used again in this run",
+                "the job's progress pattern takes too long and is not used on this log again",
                 path=str(self._path),
             )
         return found

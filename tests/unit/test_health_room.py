@@ -6,7 +6,7 @@ from pathlib import Path
 
 from everstep.decide.observation import Observation
 from everstep.decide.words import Action, Symptom, Verdict
-from everstep.machine.health import KEPT_MAX
+from everstep.machine.health import EVENTS_MAX, KEPT_MAX
 from tests.unit.test_health import Machine
 
 
@@ -43,3 +43,13 @@ def test_what_matters_more_finds_room(tmp_path: Path) -> None:
         machine.sees(*many, worst, probe="disk")
     assert machine.verdicts == ["faulty"] * (KEPT_MAX + 1)
     assert machine.board.seen()[0].observation.target == "/scratch"
+
+
+def test_what_flaps_is_told_more_often_where_it_calls_for_an_eviction(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for action, told in ((Action.WARN_ONLY, EVENTS_MAX), (Action.EVICT_MACHINE, 4 * EVENTS_MAX)):
+        machine.events.clear()
+        for _ in range(100):
+            machine.sees(full_disk(action, action), probe="disk")
+            machine.sees(probe="disk")
+        assert len(machine.events) == told
