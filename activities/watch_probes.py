@@ -15,9 +15,10 @@ from typing import Literal
 
 from activities.troubles import Troubles
 from activities.watch_views import MachineView, bounded_data, observed
+from everstep.decide.machine_faults import only_slowed
 from everstep.decide.observation import Observation
 from everstep.decide.reports import Seen
-from everstep.decide.words import Symptom, Verdict
+from everstep.decide.words import Verdict
 from everstep.spec import agent_api as api
 from everstep.spec import messages as m
 from everstep.spec.probe_events import event_data, observation_of
@@ -43,7 +44,11 @@ class _Kept:
     observation: Observation
     at: float
     """When it was received, by the receiver's clock."""
-    cleared: bool = False
+    cleared_at: float | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.cleared_at is not None
 
 
 @dataclass(slots=True)
@@ -84,6 +89,10 @@ class Beside:
             mine = kind == api.EventKind.PROBE and machine_id == view.ref.machine_id
             if mine and what not in still:
                 self.troubles.drop(key)
+        for (machine_id, *names), kept in self._kept.items():
+            mine = machine_id == view.ref.machine_id
+            if mine and not kept.gone and "/".join(names) not in still:
+                kept.cleared_at = now
 
     def _probe(self, view: MachineView, observation: Observation, age_s: float, now: float) -> bool:
         effect, record = self._take(view, observation, age_s, now)
@@ -105,7 +114,7 @@ class Beside:
         record = written(view.ref.machine_id, observation, age_s)
         if observation.verdict is Verdict.HEALTHY:
             if (kept := self._kept.get(key)) is not None:
-                kept.cleared = True
+                kept.cleared_at = now - age_s if kept.cleared_at is None else kept.cleared_at
             return "gone", record
         if observation.calls_for_eviction:
             self._kept.pop(key, None)
@@ -119,10 +128,12 @@ class Beside:
         """A signal of the job itself: on record once a run.
 
         Returns:
-            True when it is trouble instead: steps take longer, and a machine is known to be slow.
+            True when it is trouble instead: steps take longer, and one machine is slowed down.
         """
-        if line.kind is api.EventKind.STEP_TIME_DECLINE and self.hot_machine() is not None:
-            return True
+        if line.kind is api.EventKind.STEP_TIME_DECLINE:
+            here = [(key[0], kept.observation) for key, kept in self._kept.items() if not kept.gone]
+            if only_slowed(here) is not None:
+                return True
         record = observed(view, line.kind, line.rank, line.reason, line.data, line.age_s)
         if self._is_news(record):
             self.warn(record)
@@ -139,34 +150,26 @@ class Beside:
     def _keep(self, key: Key, new: _Kept, now: float) -> None:
         self._kept[key] = new
         for old in [k for k, kept in self._kept.items() if now - kept.at > BESIDE_KEPT_S]:
-            if self._kept[old].cleared:
+            if self._kept[old].gone:
                 del self._kept[old]
         while len(self._kept) > BESIDE_MAX:
             del self._kept[min(self._kept, key=lambda k: _weight(self._kept[k]))]
 
-    def hot_machine(self) -> str | None:
-        """A machine that is known to run slower than it could, while it still is so."""
-        for (machine_id, *_), kept in self._kept.items():
-            observation = kept.observation
-            if (
-                not kept.cleared
-                and observation.verdict is Verdict.FAULTY
-                and observation.symptom is Symptom.MFU_DECLINE
-            ):
-                return machine_id
-        return None
-
     def records(self, now: float) -> list[m.ObservationRecord]:
-        """All that is kept, with present ages; the weightiest first."""
-        kept = sorted(self._kept.values(), key=_weight, reverse=True)
-        return [
-            one.record.model_copy(update={"age_s": round(one.record.age_s + now - one.at, 3)})
-            for one in kept
-        ]
+        """All that is kept, with present ages, and what has gone as such; the weightiest first."""
+        return [_aged(one, now) for one in sorted(self._kept.values(), key=_weight, reverse=True)]
 
 
 def _weight(kept: _Kept) -> tuple[bool, bool, float]:
-    return (kept.observation.verdict is Verdict.FAULTY, not kept.cleared, kept.at)
+    return (kept.observation.verdict is Verdict.FAULTY, not kept.gone, kept.at)
+
+
+def _aged(kept: _Kept, now: float) -> m.ObservationRecord:
+    data = kept.record.data
+    if kept.cleared_at is not None:
+        data = data | {m.CLEARED_AGO_S: round(max(0.0, now - kept.cleared_at), 3)}
+    age_s = round(kept.record.age_s + now - kept.at, 3)
+    return kept.record.model_copy(update={"age_s": age_s, "data": data})
 
 
 def written(machine_id: str, observation: Observation, age_s: float) -> m.ObservationRecord:

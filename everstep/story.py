@@ -15,7 +15,7 @@ from typing import Any
 from everstep.decide.words import RunPhase
 from everstep.ledger.views import IncidentDetail, ObservationRow, RoundRow, RunRow
 from everstep.render import clock, words
-from everstep.spec.messages import DecisionRecord
+from everstep.spec.messages import CLEARED_AGO_S, DecisionRecord
 
 LOG_LINES_SHOWN = 3
 AGE_SHOWN_S = 0.05
@@ -101,6 +101,8 @@ def _observation(observation: ObservationRow) -> str:
     head = f"{words(observation.kind)}: {place}" if place else words(observation.kind)
     seen = _seen(observation.data) if observation.kind == "probe" else ""
     ago = f", {age(observation.age_s)} before" if observation.age_s >= AGE_SHOWN_S else ""
+    if CLEARED_AGO_S in observation.data:
+        ago += f", gone for {age(observation.data[CLEARED_AGO_S])}"
     return f"{head} ({observation.verdict}{ago}) {observation.reason}{seen}".rstrip()
 
 

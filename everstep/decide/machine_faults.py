@@ -77,7 +77,8 @@ def faults_of(
 ) -> tuple[MachineFault, ...]:
     """All faulty observations, each once: those of reports count, triggers fill in the rest."""
     found: dict[tuple[str, str, str, str], MachineFault] = {}
-    stopped_for = {_key(t.machine_id, t.observation) for t in triggers if t.observation}
+    standing = [t for t in triggers if t.observation and not t.cleared]
+    stopped_for = {_key(t.machine_id, t.observation) for t in standing if t.observation}
     for report in reports:
         for seen in report.observations:
             if seen.observation.verdict is Verdict.FAULTY:
@@ -88,7 +89,7 @@ def faults_of(
                     seen_ago_s=_last_new(seen),
                     present=seen.cleared_ago_s is None or key in stopped_for,
                 )
-    for trigger in triggers:
+    for trigger in standing:
         seen_by = trigger.observation
         if trigger.machine_id and seen_by and seen_by.verdict is Verdict.FAULTY:
             fault = MachineFault(
@@ -104,6 +105,16 @@ def _key(machine_id: str | None, observation: Observation) -> tuple[str, str, st
 
 def _last_new(seen: Seen) -> float:
     return seen.age_s if seen.renewed_ago_s is None else seen.renewed_ago_s
+
+
+def only_slowed(seen: Iterable[tuple[str, Observation]]) -> str | None:
+    """The one machine that is known to run slower than it could; None: no machine, or several."""
+    slowed = {
+        machine_id
+        for machine_id, observation in seen
+        if observation.verdict is Verdict.FAULTY and observation.symptom is Symptom.MFU_DECLINE
+    }
+    return slowed.pop() if len(slowed) == 1 else None
 
 
 def shared_outages(faults: Iterable[MachineFault]) -> dict[Symptom, tuple[str, ...]]:

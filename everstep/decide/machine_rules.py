@@ -14,6 +14,7 @@ from everstep.decide.machine_faults import (
     MachineFault,
     doomed,
     explain,
+    only_slowed,
     shared_outages,
     side_of,
 )
@@ -105,18 +106,18 @@ def slow_machine(evidence: Evidence) -> Finding | None:
     """Steps take longer than before, and one machine is known to be slowed down."""
     if not any(trigger.kind == "step_time_decline" for trigger in evidence.triggers):
         return None
-    slow = [f for f in evidence.faults if f.observation.symptom is Symptom.MFU_DECLINE]
-    machines = sorted({fault.machine_id for fault in slow if fault.present})
-    if len(machines) != 1:
+    present = [(f.machine_id, f.observation) for f in evidence.faults if f.present]
+    machine = only_slowed(present)
+    if machine is None:
         return None
-    (machine,) = machines
+    shown = next(o for i, o in present if i == machine and o.symptom is Symptom.MFU_DECLINE)
     return Finding(
         symptom=Symptom.MFU_DECLINE,
         side=Side.INFRASTRUCTURE,
         cause=Cause.INFRASTRUCTURE,
         confidence=Confidence.HIGH,
         rule="",
-        reason=f"steps take longer since {machine} is slowed down: {slow[0].observation.reason}",
+        reason=f"steps take longer since {machine} is slowed down: {shown.reason}",
         suspects=(machine,),
         action=Action.EVICT_MACHINE,
     )

@@ -124,3 +124,5 @@ class Trigger:
     """The step it is about, where it is about one ("nonfinite")."""
     observation: Observation | None = None
     """What the probe saw, where it is one of a probe."""
+    cleared: bool = False
+    """It had gone before the run stopped: for people; the machine's report has it with its ages."""

@@ -31,6 +31,8 @@ TASK_QUEUE = "everstep"
 WATCH_QUEUE = "everstep-watch"
 TRAINING_JOB = "TrainingJob"
 INCIDENT = "Incident"
+CLEARED_AGO_S = "cleared_ago_s"
+"""In the data of what a probe saw: it had gone so long before the run stopped."""
 
 
 def job_workflow_id(job_id: str) -> str:
@@ -78,6 +80,7 @@ class ObservationRecord(Message):
             observation=observation_of(self.reason, self.data)
             if self.kind is EventKind.PROBE
             else None,
+            cleared=CLEARED_AGO_S in self.data,
         )
 
     def told_as(self, generation: int) -> str:

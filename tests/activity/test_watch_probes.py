@@ -119,7 +119,29 @@ def test_what_was_kept_beside_is_evidence_of_a_later_trouble_with_its_present_ag
     seen = trouble(watch, 151).observations
     assert [o.kind for o in seen] == [EventKind.RANK_EXITED, EventKind.PROBE, EventKind.PROBE]
     assert [o.verdict for o in seen[1:]] == [Verdict.FAULTY, Verdict.UNKNOWN]
-    assert seen[1].age_s == 42.0
+    assert (seen[1].age_s, seen[1].as_trigger().cleared) == (42.0, False)
+
+
+@pytest.mark.parametrize("told", ["by an event", "by the state alone"])
+def test_what_has_gone_again_is_evidence_as_such_and_no_machine_is_slow_by_it(told: str) -> None:
+    watch = connected()
+    view = watch.machines["m2"]
+    tell(watch, "m2", HOT, 110)
+    if told == "by an event":
+        tell(watch, "m2", gone(HOT), 120)
+    else:
+        over = Seen(observation=HOT, age_s=10, cleared_ago_s=1)
+        watch.state(view, state("m2", report=report("m2", observations=(over,))), 120)
+    watch.take(watch.machines["m1"], event(EventKind.STEP_TIME_DECLINE), 130)
+    result = watch.result(140)
+    assert result is not None
+    assert result.kind == "tick"
+    data = {"exit_code": 1, "signal": None}
+    watch.take(watch.machines["m1"], event(EventKind.RANK_EXITED, rank=1, data=data), 150)
+    seen = trouble(watch, 160).observations[1]
+    assert (seen.age_s, seen.data[m.CLEARED_AGO_S]) == (50.0, 40.0)
+    assert seen.as_trigger().observation == HOT
+    assert seen.as_trigger().cleared
 
 
 def test_the_present_state_tells_what_events_did_not() -> None:
@@ -178,13 +200,22 @@ def test_a_signal_of_the_job_goes_on_record_once_a_run(kind: EventKind) -> None:
     assert again.result(130) is None
 
 
-def test_slow_steps_stop_the_run_only_beside_a_machine_that_is_slowed_down() -> None:
-    slow = event(EventKind.STEP_TIME_DECLINE, reason="1.4 times")
+@pytest.mark.parametrize("hot", [(), ("m1", "m2")], ids=["none", "several"])
+def test_slow_steps_are_a_warning_unless_one_machine_alone_is_slowed_down(
+    hot: tuple[str, ...],
+) -> None:
     watch = connected()
-    watch.take(watch.machines["m1"], slow, 110)
+    for machine in hot:
+        tell(watch, machine, HOT, 110)
+    watch.take(watch.machines["m1"], event(EventKind.STEP_TIME_DECLINE, reason="1.4 times"), 111)
     result = watch.result(130)
     assert result is not None
     assert result.kind == "tick"
+    assert EventKind.STEP_TIME_DECLINE in [o.kind for o in result.observations]
+
+
+def test_slow_steps_stop_the_run_beside_the_one_machine_that_is_slowed_down() -> None:
+    slow = event(EventKind.STEP_TIME_DECLINE, reason="1.4 times")
     watch = connected()
     tell(watch, "m2", HOT, 110)
     watch.take(watch.machines["m1"], slow, 111)

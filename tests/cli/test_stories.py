@@ -37,7 +37,7 @@ from everstep.ledger.views import (
 )
 from everstep.render import progress_line
 from everstep.spec.agent_api import RestorePointPlan
-from everstep.spec.messages import DecisionRecord, JobStatus, MachineRef, Progress
+from everstep.spec.messages import CLEARED_AGO_S, DecisionRecord, JobStatus, MachineRef, Progress
 from everstep.story import Story, tell
 
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -308,12 +308,13 @@ def test_a_story_tells_what_probes_saw_and_what_was_ruled_out(incident: Incident
     told = observation.model_copy(
         update={"kind": "probe", "rank": None, "machine_id": "m-2", "age_s": 1.5, "data": seen}
     )
+    over = told.model_copy(update={"age_s": 90.0, "data": seen | {CLEARED_AGO_S: 60.0}})
     text = tell(
         Story(
             incident=incident.model_copy(
                 update={
                     "rounds": (number.model_copy(update={"reports": [report]}),),
-                    "observations": (told,),
+                    "observations": (told, over),
                     "decisions": (decision.model_copy(update={"finding": finding}),),
                 }
             ),
@@ -322,6 +323,7 @@ def test_a_story_tells_what_probes_saw_and_what_was_ruled_out(incident: Incident
     )
     for said in (
         "probe: m-2 (faulty, 1.5 s before)",
+        "probe: m-2 (faulty, 90.0 s before, gone for 60.0 s)",
         "[kernel_log gpu 3, rule xid_79, calls for: evict machine]",
         "m-2: faulty for 2.5 s: GPU 3 is gone",
         "m-2: faulty for 12 min, gone for 4.0 s: GPU 4 was gone",

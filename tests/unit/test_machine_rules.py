@@ -235,6 +235,36 @@ def test_slow_steps_and_one_hot_machine() -> None:
     assert attribute(machines(*ALL, seen={"m2": [hot]})).suspects == ()
 
 
+def test_what_went_before_the_run_stopped_neither_hides_nor_excuses_a_machine() -> None:
+    """A watch tells what it has kept beside, too: it is not what made the run stop."""
+    over = {"age_s": 560.0, "cleared_ago_s": 500.0}
+
+    def before(machine_id: str, observation: Observation) -> Trigger:
+        return Trigger(
+            kind="probe",
+            machine_id=machine_id,
+            rank=None,
+            reason="",
+            observation=observation,
+            cleared=True,
+        )
+
+    hot = fault(Symptom.MFU_DECLINE, Action.WARN_ONLY, reason="it is hot now")
+    cool = replace(hot, reason="it was hot")
+    slow = Trigger(kind="step_time_decline", machine_id="m1", rank=None, reason="1.4 times")
+    seen = {"m1": [now(cool, **over)], "m2": [now(hot)]}
+    found = attribute(machines(*ALL, seen=seen), triggers=[slow, before("m1", cool)])
+    assert (found.rule, found.suspects) == ("slow_machine", ("m2",))
+    assert "m2 is slowed down: it is hot now" in found.reason
+
+    away = fault(Symptom.FILESYSTEM_IO, Action.WAIT_EXTERNAL)
+    died = (rank(0, exit_code=1), *ALL[1:])
+    seen = {"m1": [now(away, **over)], "m2": [now(away, **over)]}
+    told = [before("m1", away), before("m2", away)]
+    assert attribute(machines(*died, seen=seen), triggers=told).rule == "exit_code"
+    assert attribute(machines(*died), triggers=told).rule == "exit_code"
+
+
 def test_nan_on_a_machine_with_bad_memory_evicts_it_and_still_goes_back() -> None:
     ecc = now(fault(Symptom.GPU_MEMORY_ECC))
     found = attribute(machines(*ALL[:3], rank(3, nonfinite_step=5), seen={"m2": [ecc]}))
