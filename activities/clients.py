@@ -18,6 +18,7 @@ import structlog
 from temporalio import activity
 
 from activities.failures import one_line, permanent, temporary
+from everstep.decide.stack_report import StackReport
 from everstep.ledger.errors import LedgerError, LedgerUnavailable
 from everstep.machine.client import AgentRefused, AgentUnreachable
 from everstep.spec import agent_api as api
@@ -65,6 +66,11 @@ class Agent(Protocol):
 
     async def log_tail(self, job_id: str, generation: int, rank: int, tail_bytes: int = ...) -> str:
         """The last part of a rank's log."""
+
+    async def stacks(
+        self, job_id: str, generation: int, *, looks: int = ..., lines: bool = ...
+    ) -> StackReport:
+        """What all processes of a run are doing now."""
 
     def stream(self, after: str | None = None) -> AsyncIterator[Line]:
         """Lines of the event stream from a cursor on."""

@@ -44,6 +44,10 @@ QUICK = CallOptions(start_to_close=timedelta(seconds=60), heartbeat=timedelta(se
 controller is noticed at once and a ledger that is locked for a while is waited for."""
 SHARD = CallOptions(start_to_close=timedelta(minutes=10), heartbeat=timedelta(seconds=2))
 """Commands to many machines: resumes, and a repeated command answers with its first result."""
+LOOK = CallOptions(
+    start_to_close=timedelta(hours=3), heartbeat=timedelta(seconds=2), attempts_max=3
+)
+"""Several rounds with the policy's time between them; evidence, so it may also fail."""
 COPY = CallOptions(start_to_close=timedelta(hours=1), heartbeat=timedelta(seconds=5))
 """Moves data."""
 WATCH = CallOptions(
@@ -87,6 +91,12 @@ async def confirm_machines(request: m.ConfirmMachines) -> m.ConfirmedMachines:
 @_stub(SHARD)
 async def diagnose_run(request: m.DiagnoseRun) -> m.DiagnosedRun:
     """Attribute a failed run from exits, signals and whole log tails."""
+    raise NotImplementedError
+
+
+@_stub(LOOK)
+async def find_slow_ranks(request: m.FindSlowRanks) -> m.FoundSlowRanks:
+    """Look at all ranks' stacks in several rounds: who is behind in most of them."""
     raise NotImplementedError
 
 

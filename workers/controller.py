@@ -304,11 +304,13 @@ def all_activities(
 ) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Every activity with its clients: those of the control queue, and those of the watch queue."""
     detection = Detection(ledger, agents)
+    diagnosis = Diagnosis(ledger, agents)
     launch = Launch(ledger, agents, policy)
     records = Records(ledger, policy)
     control: list[Callable[..., Any]] = [
         detection.confirm_machines,
-        Diagnosis(ledger, agents).diagnose_run,
+        diagnosis.diagnose_run,
+        diagnosis.find_slow_ranks,
         Isolation(ledger).evict_machines,
         HotUpdate(ledger, agents).materialise_code,
         CheckpointRestore(ledger, checkpoint_root).choose_restore_point,

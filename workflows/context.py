@@ -51,6 +51,8 @@ class JobContext:
         self.entered_at: datetime | None = None
         self.ending = False
         """True once the job is being closed: what was cancelled then must not stop the closing."""
+        self.look: Any = None
+        """The look at the present run's stacks that goes on beside, if any."""
         self._beside: list[Any] = []
         self._shown: dict[str, str] = {}
 
@@ -94,14 +96,19 @@ class JobContext:
 
     async def drain(self) -> None:
         """Wait for everything beside; its failures are its own (they are in the history)."""
-        for handle in self._beside:
+        while self._beside:  # what ends may begin something else
             try:
-                await handle
+                await self._beside.pop(0)
             except (ActivityError, ChildWorkflowError) as error:
                 if cancelled(error) and not self.ending:
                     raise
                 workflow.logger.warning("a side job failed", extra={"error": str(error)[:300]})
-        self._beside = []
+
+    def end_look(self) -> None:
+        """The run that is looked at ends."""
+        if self.look is not None and not self.look.done():
+            self.look.cancel()
+        self.look = None
 
     async def unless_cancelled(self, handle: Any) -> Any:
         """Wait for ``handle``, or cancel it and unwind when a person wants the job ended.
@@ -186,8 +193,11 @@ class JobContext:
             )
         )
 
-    def tell(self, key: str, severity: Literal["warning", "needs_person"]) -> None:
+    def tell(
+        self, key: str, severity: Literal["warning", "needs_person"], reason: str = ""
+    ) -> None:
         """Tell people what state the job is in, beside the main line; once for each ``key``."""
+        reason = reason or self.state.reason
         self.beside(
             contracts.schedule(
                 contracts.notify,
@@ -195,9 +205,9 @@ class JobContext:
                     key=f"{self.state.job_id}-{key}",
                     severity=severity,
                     job_id=self.state.job_id,
-                    text=f"{self.state.job_id}: {self.state.reason}"[:600],
+                    text=f"{self.state.job_id}: {reason}"[:600],
                 ),
-                summary=f"tell people: {self.state.reason}"[:200],
+                summary=f"tell people: {reason}"[:200],
             )
         )
 

@@ -237,6 +237,7 @@ def close_run(context: JobContext, outcome: RunOutcome) -> None:
     state, run = context.state, context.state.run
     if run is None:
         return
+    context.end_look()
     context.beside(
         contracts.schedule(
             contracts.close_run,

@@ -135,3 +135,9 @@ class JobState(BaseModel):
         )
         others = tuple(i for i in self.recent if i.incident_id != incident.incident_id)
         self.recent = (summary, *others)[:RECENT_INCIDENTS_MAX]
+
+    def amend_incident(self, incident_id: str, **changes: object) -> None:
+        """Write what was learned later into the list of recent ones, if it is still there."""
+        self.recent = tuple(
+            i.model_copy(update=changes) if i.incident_id == incident_id else i for i in self.recent
+        )

@@ -2,7 +2,8 @@
 
 Each symptom of one look at the run becomes an incident that is over at once (``warn_only``), so
 that people see it, and whoever explains a later failure finds it. Not here: trouble
-(``recovering``), and what a warning is (``everstep.decide.warning``).
+(``recovering``), what a warning is (``everstep.decide.warning``), and who makes a job slow
+(``slow_look``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ with workflow.unsafe.imports_passed_through():
     from everstep.decide.warning import symptom_of_failed_save, symptom_of_warning
     from everstep.decide.words import Action, IncidentState, Symptom
     from everstep.spec import messages as m
+    from everstep.spec.agent_api import EventKind
+    from workflows import slow_look
     from workflows.context import JobContext
     from workflows.state import RECENT_INCIDENTS_MAX
 
@@ -37,7 +40,9 @@ def note(context: JobContext, observations: tuple[m.ObservationRecord, ...]) -> 
     for symptom in sorted(found):
         first = found[symptom][0]
         where = f"{first.machine_id}: " if first.machine_id else ""
-        _record(context, run, symptom, tuple(found[symptom]), f"{where}{first.reason}")
+        summary = _record(context, run, symptom, tuple(found[symptom]), f"{where}{first.reason}")
+        if any(o.kind is EventKind.STEP_TIME_DECLINE for o in found[symptom]):
+            slow_look.begin(context, run, summary)
 
 
 def note_failed_saves(context: JobContext, saves: tuple[m.ObservationRecord, ...]) -> None:
@@ -56,7 +61,7 @@ def _record(
     symptom: Symptom,
     observations: tuple[m.ObservationRecord, ...],
     reason: str,
-) -> None:
+) -> m.IncidentSummary:
     state, now = context.state, workflow.now()
     state.incidents_total += 1
     summary = m.IncidentSummary(
@@ -66,7 +71,7 @@ def _record(
         symptom=symptom,
         state=IncidentState.STABLE,
         action=Action.WARN_ONLY.value,
-        reason=f"{reason}; training goes on"[:600],
+        reason=f"{reason}{slow_look.GOES_ON}"[:600],
         opened_at=now,
         recovered_at=now,
         steps_lost=0,
@@ -92,3 +97,4 @@ def _record(
             summary=f"record {symptom}: {observations[0].reason}"[:200],
         )
     )
+    return summary

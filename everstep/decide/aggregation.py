@@ -102,22 +102,29 @@ def _merged_spans(spans: Iterable[tuple[tuple[int, int], ...]]) -> tuple[tuple[i
 
 
 def judge_reports(reports: Sequence[StackReport]) -> StackFinding | None:
-    """``judge_hang`` of what the machines of a run have sent; None when nothing makes sense.
+    """``judge_hang`` of what the machines of a run have sent; None when nothing makes sense."""
+    layout = layout_of(reports)
+    return None if layout is None else judge_hang(groups_of(reports, layout), layout)
 
-    The layout is the one that the first of them names, by name; all have it from one plan. What
-    machines send is not trusted to make sense: a decision must not fail, nor take for ever.
+
+def layout_of(reports: Sequence[StackReport]) -> Topology | None:
+    """The layout that the first report names, by machine; all have it from one plan.
+
+    What machines send is not trusted to make sense: a decision must not fail, nor take for ever.
     """
     told = [r for r in sorted(reports, key=lambda r: r.machine_id) if _makes_sense(r)]
-    if not told:
-        return None
-    layout = Topology(told[0].axes, told[0].ranks_per_machine)
-    groups = [
+    return Topology(told[0].axes, told[0].ranks_per_machine) if told else None
+
+
+def groups_of(reports: Iterable[StackReport], layout: Topology) -> list[StackGroup]:
+    """The groups of all reports that make sense, without those of ranks that the run has not."""
+    return [
         group
-        for report in told
+        for report in reports
+        if _makes_sense(report)
         for group in report.groups
         if all(0 <= first <= last < layout.world_size for first, last in group.spans)
     ]
-    return judge_hang(groups, layout)
 
 
 def _makes_sense(report: StackReport) -> bool:

@@ -8,7 +8,8 @@ The paper flags the parallel group with the most outliers in each round. A rank 
 at once, and the largest of them collects the most outliers of any kind; so here ranks collect the
 flags, and the smallest group that covers the leaders is the suspect.
 
-Not here: taking stacks, and waiting between the rounds (``everstep.machine.stacks``).
+Not here: taking stacks (``everstep.machine.stacks``), waiting between the rounds and telling it
+(``activities.diagnosis``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil, comb
 
+from everstep.decide.aggregation import groups_of, layout_of
 from everstep.decide.stack_outliers import (
     few,
     find_outliers,
@@ -30,12 +32,11 @@ from everstep.decide.stack_report import (
     StackCulprit,
     StackFinding,
     StackGroup,
+    StackReport,
 )
 from everstep.decide.topology import Topology
 from everstep.decide.words import Confidence
 
-ROUNDS = 5
-ROUND_INTERVAL_S = 10.0
 FLAGGED_SHARE_MIN = 0.6
 """A leader is flagged in at least this share of the rounds."""
 NOISE_MAX = 0.05
@@ -60,6 +61,18 @@ def flagged(groups: Sequence[StackGroup], topology: Topology) -> tuple[int, ...]
         return ()
     busy = tuple(rank for rank in outliers if not is_witness(stacks[rank]))
     return busy or outliers
+
+
+def judge_slow_reports(rounds: Sequence[Sequence[StackReport]]) -> StackFinding | None:
+    """``judge_slow`` of what the machines of a run have sent, a sequence for each round.
+
+    Returns:
+        None when no round has a report that makes sense.
+    """
+    layout = next(filter(None, map(layout_of, rounds)), None)
+    if layout is None:
+        return None
+    return judge_slow([groups_of(reports, layout) for reports in rounds], layout)
 
 
 def judge_slow(

@@ -96,6 +96,9 @@ def _record(session: Session, request: RecordIncident) -> None:
         if incident.closed_at is None:
             incident.state, incident.closed_at = request.state, request.closed_at
             incident.summary = request.summary or incident.summary
+        elif row is None and request.round_number > 1 and request.closed_at is not None:
+            # A closer look at what was over at once says more.
+            incident.summary = request.summary or incident.summary
     session.add(incident)
     session.flush()
     _record_round(session, request, row, old=old)

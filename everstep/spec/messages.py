@@ -13,6 +13,7 @@ from pydantic import Field
 
 from everstep.decide.attribution import Finding, MachineReport, Trigger
 from everstep.decide.ladder import Decision, LadderState
+from everstep.decide.stack_report import StackFinding
 from everstep.decide.words import (
     IncidentState,
     JobPhase,
@@ -343,6 +344,27 @@ class DiagnosedRun(Message):
 
     finding: Finding
     evidence: tuple[Line, ...] = ()
+
+
+class FindSlowRanks(Message):
+    """Look at the stacks of a run that has become slow, several times (paper, section 6)."""
+
+    job_id: str
+    run_id: str
+    generation: int
+    machines: tuple[MachineRef, ...]
+    policy: PolicySnapshot
+
+
+class FoundSlowRanks(Message):
+    """Who was behind in most of the rounds."""
+
+    finding: StackFinding | None = None
+    """None: the run has ended meanwhile, or no stack could be had."""
+    rounds: int = 0
+    """Rounds that were looked at."""
+    evidence: tuple[Line, ...] = ()
+    """What those were doing, and what could not be seen; for people."""
 
 
 class EvictMachines(Message):

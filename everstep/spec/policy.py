@@ -38,6 +38,12 @@ def _within_a_day(value: timedelta) -> timedelta:
     return value
 
 
+def _of_steps(value: timedelta) -> timedelta:
+    if value > timedelta(minutes=1):
+        raise ValueError("it must be 1m or less: what makes steps slow shows in every step")
+    return value
+
+
 def _within_a_minute(value: timedelta) -> timedelta:
     if value > timedelta(minutes=1):
         raise ValueError("it must be 1m or less: a start is tried three times within ten minutes")
@@ -107,6 +113,11 @@ class DetectionPolicy(StrictModel):
     """Steps that take so many times the best sustained pace of this run are slow."""
     step_time_window: Span
     """How long they must be slow, and how long a pace must have lasted to be the best."""
+    slow_rounds: Annotated[int, Field(ge=2, le=100)]
+    """How often the stacks of all ranks are looked at once steps have become slow: who is behind in
+    most of these rounds makes the job slow."""
+    slow_round_interval: Annotated[Span, AfterValidator(_of_steps)]
+    """Time from one of these rounds to the next."""
     rdma_silent_after: Span
     """No RDMA traffic for this long, on a machine that had some in this run, is worth a look."""
 
@@ -248,6 +259,8 @@ KEYS_SINCE_HISTORIES: Final[Mapping[str, Mapping[str, Any]]] = {
         "loss_spike_warmup": 20,
         "step_time_factor": 1.2,
         "step_time_window": "10m",
+        "slow_rounds": 5,
+        "slow_round_interval": "10s",
         "rdma_silent_after": "10m",
     },
     "probes": {

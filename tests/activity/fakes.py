@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.decide.attribution import MachineReport, RankReport
+from everstep.decide.stack_report import StackReport
 from everstep.decide.words import RankState
 from everstep.machine.client import AgentRefused, AgentUnreachable
 from everstep.spec import agent_api as api
@@ -95,6 +96,8 @@ class FakeAgent:
     started: Exception | None = None
     prepared: Exception | None = None
     logs: Mapping[int, str | Exception] = field(default_factory=dict)
+    rounds: Sequence[StackReport | Exception] = ()
+    """What is answered about the run's stacks, one look after another; the last one repeats."""
     connections: list[list[Line | Exception | None]] = field(default_factory=list)
     """What each connection in turn says; the last one repeats."""
     asked: Counter[str] = field(default_factory=Counter)
@@ -135,6 +138,16 @@ class FakeAgent:
         if isinstance(content, Exception):
             raise content
         return content[-tail_bytes:]
+
+    async def stacks(
+        self, job_id: str, generation: int, *, looks: int = 2, lines: bool = True
+    ) -> StackReport:
+        await self._reach("stacks")
+        assert (job_id, generation, looks, lines) == (JOB, GENERATION, 1, False)
+        answer = self.rounds[min(self.asked["stacks"], len(self.rounds)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def stream(self, after: str | None = None) -> AsyncIterator[Line]:
         self.cursors.append(after)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.decide.aggregation import judge_hang, judge_reports, merge
-from everstep.decide.fail_slow import flagged, judge_slow
+from everstep.decide.fail_slow import flagged, judge_slow, judge_slow_reports
 from everstep.decide.stack_report import (
     MissedStacks,
     ProcessRole,
@@ -428,3 +428,18 @@ def test_noise_names_nobody(ranks: int) -> None:
 def test_no_rounds_say_nothing() -> None:
     assert judge_slow([], REPLICAS).rule == "stack_no_laggard"
     assert judge_slow([[]] * 5, REPLICAS).unknown_ranks == 8
+
+
+def test_rounds_of_reports_are_judged_by_the_layout_that_one_of_them_names() -> None:
+    slow = StackReport(
+        machine_id="b",
+        groups=tuple(round_of(REPLICAS, user_sleep=(4,))),
+        axes=REPLICAS.axes,
+        ranks_per_machine=REPLICAS.ranks_per_machine,
+    )
+    wild = replace(slow, machine_id="a", axes=(("dp", 0),))
+    finding = judge_slow_reports([[wild]] + [[wild, slow]] * 5)
+    assert finding is not None
+    assert [c.rank for c in finding.culprits] == [4]
+    assert judge_slow_reports([[wild], []]) is None
+    assert judge_slow_reports([]) is None

@@ -6,6 +6,7 @@ activity is cancelled while its completion is arriving, and then keeps its clock
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -56,6 +57,19 @@ def default_policy() -> Policy:
     return load_policy(None).policy
 
 
+async def ended(handle: Any) -> Any:
+    """The job's result, soon."""
+    return await asyncio.wait_for(handle.result(), 20)
+
+
+async def ask(handle: Any, update: str, request: Any) -> m.UpdateAnswer:
+    """Send an update."""
+    answer: m.UpdateAnswer = await handle.execute_update(
+        update, request, result_type=m.UpdateAnswer
+    )
+    return answer
+
+
 @dataclass
 class Bench:
     """One test's job: its world, and how to start and ask it."""
@@ -95,8 +109,6 @@ class Bench:
         self, condition: Callable[[], Awaitable[bool] | bool], *, limit: int = 400
     ) -> None:
         """Wait for a state, in real time, with a limit."""
-        import asyncio
-
         for _ in range(limit):
             answer = condition()
             if await answer if not isinstance(answer, bool) else answer:

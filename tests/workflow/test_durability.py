@@ -6,7 +6,6 @@ Not here: the job's ordinary life (``test_training_job``), and many shards (``te
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from temporalio.client import WorkflowFailureError, WorkflowUpdateFailedError
@@ -15,7 +14,7 @@ from temporalio.exceptions import CancelledError
 from activities import contracts
 from everstep.decide.words import JobPhase, LogClass
 from everstep.spec import messages as m
-from tests.workflow.conftest import Bench
+from tests.workflow.conftest import Bench, ask, ended
 from tests.workflow.world import Say, Script, exited, rank_exit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,19 +31,6 @@ LOST_PEER = {
 def trouble(rank: int) -> Say:
     """A watch that reports a failed rank."""
     return Say("trouble", step=40, observations=(rank_exit(rank),))
-
-
-async def ended(handle: Any) -> Any:
-    """The job's result, soon."""
-    return await asyncio.wait_for(handle.result(), 20)
-
-
-async def ask(handle: Any, update: str, request: Any) -> m.UpdateAnswer:
-    """Send an update."""
-    answer: m.UpdateAnswer = await handle.execute_update(
-        update, request, result_type=m.UpdateAnswer
-    )
-    return answer
 
 
 async def test_temporal_cancellation_while_a_watch_is_ending_is_not_lost(bench: Bench) -> None:

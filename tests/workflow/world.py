@@ -125,6 +125,8 @@ class World:
         self.gates: dict[str, asyncio.Event] = {}
         """Activities that wait before they do anything; ``watch_end``: watches that were told to
         end, before they do."""
+        self.slow = m.FoundSlowRanks()
+        """What a look at the stacks of a slow run finds."""
         self.failing: dict[str, str] = {}
         """Activities that fail for good, and why (``conftest.OnlyMine``)."""
 
@@ -310,6 +312,12 @@ class World:
             triggers=[observation.as_trigger() for observation in request.observations],
         )
         return m.DiagnosedRun(finding=finding, evidence=("looked closer",))
+
+    @activity.defn
+    async def find_slow_ranks(self, request: m.FindSlowRanks) -> m.FoundSlowRanks:
+        await self._pass("find_slow_ranks")
+        assert request.generation == self.generation
+        return self.slow
 
     @activity.defn
     async def evict_machines(self, request: m.EvictMachines) -> m.EvictedMachines:
