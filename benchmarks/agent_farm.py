@@ -20,7 +20,7 @@ from pathlib import Path
 from everstep.decide.attribution import MachineReport
 from everstep.decide.stack_report import StackReport
 from everstep.machine.api import AgentParts, create_app, own_version
-from everstep.machine.client import new_ssl_context
+from everstep.machine.client import shared_ssl_context
 from everstep.machine.code import CodeStore
 from everstep.machine.commands import CommandDesk, Machine
 from everstep.machine.fences import Fences
@@ -211,7 +211,7 @@ async def main() -> None:
     """All agents, until standard input ends."""
     folder, first, count, secrets, controller = sys.argv[1:]
     configure_logging("agent-farm")
-    tokens, context = Secrets.load(Path(secrets)), new_ssl_context()
+    tokens, context = Secrets.load(Path(secrets)), shared_ssl_context()
     tasks, all_listen = [], []
     for number in range(int(first), int(first) + int(count)):
         listens = asyncio.Event()

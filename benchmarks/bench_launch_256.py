@@ -29,7 +29,7 @@ from benchmarks import common
 from everstep.client import Client
 from everstep.decide.words import JobPhase, RunPhase
 from everstep.ledger import Ledger, RunRow
-from everstep.machine.client import PATHS, new_ssl_context
+from everstep.machine.client import PATHS, shared_ssl_context
 from everstep.secrets import Secrets
 from everstep.short_lived import leave, run_short
 from everstep.spec.agent_api import AgentRunPolicy, Command, RunPlan, StartRun, StopRun
@@ -120,7 +120,7 @@ class Loop:
 
     def __init__(self, embedded: Embedded, urls: dict[str, str]) -> None:
         token = Secrets.load(embedded.addresses.secrets).controller
-        context = new_ssl_context()
+        context = shared_ssl_context()
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         self._clients = {
             machine_id: httpx.AsyncClient(

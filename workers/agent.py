@@ -24,7 +24,7 @@ import structlog
 
 from everstep.errors import ConfigurationProblem
 from everstep.machine.api import AgentParts, create_app, own_version
-from everstep.machine.client import new_ssl_context
+from everstep.machine.client import shared_ssl_context
 from everstep.machine.code import CodeStore
 from everstep.machine.commands import CommandDesk, Machine
 from everstep.machine.fences import Fences
@@ -261,7 +261,7 @@ class Agent:
             describe=self._describe,
             apply=self._apply,
             interval_s=self._config.register_interval_s,
-            ssl_context=new_ssl_context(ca),
+            ssl_context=shared_ssl_context(ca),
         )
 
     def _describe(self) -> Registration:

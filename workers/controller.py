@@ -41,7 +41,7 @@ from activities.notification import Notification
 from activities.policy_source import FleetPolicy, apply_own_policy
 from everstep.errors import ConfigurationProblem
 from everstep.ledger import Ledger, LedgerError, LedgerUnavailable
-from everstep.machine.client import AgentPool, new_ssl_context
+from everstep.machine.client import AgentPool, shared_ssl_context
 from everstep.machine.wire import hardened_server
 from everstep.secrets import Secrets
 from everstep.spec import messages as m
@@ -130,7 +130,7 @@ class Controller:
         self._telemetry = Telemetry()
         self._policy = FleetPolicy(ledger, own_policy)
         ca_file = str(config.tls_ca) if config.tls_ca else None
-        self._agents = AgentPool(secrets.controller, ssl_context=new_ssl_context(ca_file))
+        self._agents = AgentPool(secrets.controller, ssl_context=shared_ssl_context(ca_file))
         self._http = httpx.AsyncClient()
         self._workers: tuple[Worker, ...] = ()
         self._ledger_problem: str | None = None

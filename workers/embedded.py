@@ -28,6 +28,7 @@ from everstep.client import Client
 from everstep.connect import UpFile, find_places
 from everstep.decide.words import FINAL_PHASES, JobPhase
 from everstep.errors import ConfigurationProblem, EverstepError, ServerUnreachable, Unreachable
+from everstep.machine.client import shared_ssl_context
 from everstep.secrets import Secrets
 from everstep.spec import messages as m
 from workers import up_power
@@ -447,7 +448,9 @@ async def _listens(port: int) -> bool:
 
 async def _healthy(url: str) -> bool:
     try:
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            verify=shared_ssl_context(), timeout=2.0, trust_env=False
+        ) as http:
             return (await http.get(url)).is_success
     except httpx.HTTPError:
         return False

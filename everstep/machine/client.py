@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import ssl
 import time
@@ -66,7 +67,7 @@ __all__ = [
     "AgentUnreachable",
     "ClientTimeouts",
     "StreamLine",
-    "new_ssl_context",
+    "shared_ssl_context",
 ]
 
 CLOCK_MAX_S = 60.0
@@ -127,7 +128,7 @@ class AgentClient:
         self._machine_id = machine_id
         self._timeouts = timeouts or ClientTimeouts()
         self._clock: _Clock | None = None
-        context = ssl_context if ssl_context is not None else new_ssl_context()
+        context = ssl_context if ssl_context is not None else shared_ssl_context()
         self._talk = Conversation(base_url, token, context, self._timeouts, transport)
 
     async def __aenter__(self) -> Self:
@@ -388,7 +389,7 @@ class AgentPool:
         timeouts: ClientTimeouts | None = None,
     ) -> None:
         self._token = token
-        self._ssl_context = ssl_context if ssl_context is not None else new_ssl_context()
+        self._ssl_context = ssl_context if ssl_context is not None else shared_ssl_context()
         self._timeouts = timeouts
         self._clients: dict[tuple[str, str | None], AgentClient] = {}
         """The one used longest ago first."""
@@ -429,8 +430,12 @@ class AgentPool:
             )
 
 
-def new_ssl_context(ca_file: str | None = None) -> ssl.SSLContext:
-    """The TLS context of a pool: the system's certificates, or only ``ca_file``."""
+@functools.cache
+def shared_ssl_context(ca_file: str | None = None) -> ssl.SSLContext:
+    """The TLS context of all clients: the system's certificates, or only ``ca_file``.
+
+    One for the whole process, since reading the system's certificates takes some 25 ms.
+    """
     return ssl.create_default_context(cafile=ca_file)
 
 
