@@ -13,6 +13,8 @@ The environment variable ``JOB_FAULTS`` names a directory. An order is an empty 
     nan         make the loss of that step NaN
     sigkill sigsegv sigabrt sigstop   what the signal of that name does
     hang        stay in Python for ever, without progress
+    slowT       take T hundredths of a second (1 to 99) more for this step and every one after it,
+                until the process ends
 
 An order is taken by renaming it into ``fired/``, which happens once whatever is restarted in the
 meantime; the files there are the count of what fired, and each says when (wall clock and monotonic
@@ -39,7 +41,7 @@ _SIGNALS = {
     "sigabrt": signal.SIGABRT,
     "sigstop": signal.SIGSTOP,
 }
-KINDS = frozenset({"exception", "exit", "nan", "hang", *_SIGNALS})
+KINDS = frozenset({"exception", "exit", "nan", "hang", "slow", *_SIGNALS})
 
 
 class Faults:
@@ -49,6 +51,7 @@ class Faults:
         name = directory if directory is not None else os.environ.get("JOB_FAULTS")
         self._directory = Path(name) if name else None
         self._rank = rank
+        self._delay_s = 0.0
 
     def before_step(self, step: int) -> bool:
         """Carry out what is ordered for this rank now; True when the loss is to become NaN."""
@@ -65,8 +68,12 @@ class Faults:
                 continue
             if order[2] == "nan":
                 make_nan = True
+            elif order[2] == "slow":
+                self._delay_s = int(order[3] or 1) / 100
             else:
                 _carry_out(order[2], int(order[3] or 0), self._rank, step)
+        if self._delay_s:
+            time.sleep(self._delay_s)
         return make_nan
 
     def _orders(self) -> list[Path]:
