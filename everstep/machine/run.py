@@ -85,7 +85,10 @@ class Run:
         if self.facts.ended:
             self._remember_the_end()
             return
-        if not fresh:
+        # First of all events, also where a rank has ended already.
+        if fresh:
+            self._announce_start()
+        else:
             self._announce_adoption()
         self.processes.collect()
         if self.facts.stopping is not None:
@@ -97,6 +100,14 @@ class Run:
         self._senses.look(self.monitor, 0, (), judged=(), process_state=lambda _: None)
         self.processes.detach()
         self._senses.close()
+
+    def _announce_start(self) -> None:
+        ranks = len(self.processes.starts)
+        self.reporter.emit(
+            EventKind.RUN_STARTED,
+            reason=f"{ranks} ranks started ({self.record.plan.start_reason})",
+            data={"ranks": ranks},
+        )
 
     def _announce_adoption(self) -> None:
         live = self.processes.live

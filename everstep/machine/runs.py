@@ -33,7 +33,7 @@ from everstep.machine.reporter import Emit
 from everstep.machine.run import Run
 from everstep.machine.stacks import CaptureLimits
 from everstep.machine.stacks.of_run import capture_run
-from everstep.spec.agent_api import ErrorCode, EventKind, RunPlan, RunState, RunSummary
+from everstep.spec.agent_api import ErrorCode, RunPlan, RunState, RunSummary
 from everstep.spec.base import NAME_PATTERN
 
 _TICK_S = 0.1
@@ -209,12 +209,6 @@ class RunManager:
             run = await self._launcher.launch(job_id, generation, plan)
             self._runs[job_id, generation] = run
             pids = {rank: start.pid for rank, start in run.processes.starts.items()}
-            run.reporter.emit(
-                EventKind.RUN_STARTED,
-                reason=f"{len(pids)} ranks started ({plan.start_reason})",
-                data={"ranks": len(pids)},
-            )
-            run.processes.collect()
             self._start_ticking()
             await self._keep_newest(job_id, plan.policy.runs_kept_max)
             return pids
