@@ -31,8 +31,10 @@ from everstep.spec.agent_api import EventKind, SignalPolicy
 
 _FLOORS = {"loss": LOSS_FLOOR, "grad_norm": GRAD_NORM_FLOOR}
 _NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
-_SERIES = ("mfu", "tflops", "tps", "step_time")
-"""How fast training is, best measure first: the first three do not depend on a batch's length."""
+_WHOLE = "whole_step_time"
+_SERIES = ("mfu", "tflops", "tps", "step_time", _WHOLE)
+"""How fast training is, best measure first: the first three do not depend on a batch's length. The
+last one has the sections of each step in it: all there is of a job that saves at every step."""
 _RANKS_NAMED_MAX = 32
 
 
@@ -155,7 +157,7 @@ class JobSignals:
         """Nobody could look for so long."""
         self._output.excuse(seconds)
         self._traffic.excuse()
-        self._interrupt()
+        self._interrupt(*self._paces)
 
     # --- judging -------------------------------------------------------------------------------
 
@@ -212,8 +214,8 @@ class JobSignals:
         else:
             costs = _library_costs(before, reading)
         if in_phase or reading.section is not None:
-            self._interrupt()
-            return []
+            self._interrupt(*(series for series in self._paces if series != _WHOLE))
+            costs = [cost for cost in costs if cost[0] == _WHOLE]
         best = min((_SERIES.index(s) for s in (*self._paces, *(c[0] for c in costs))), default=0)
         found: list[Observed] = []
         for series, cost, count in costs:
@@ -222,10 +224,10 @@ class JobSignals:
                 found += self._pace_changed(series, change, reading.step)
         return found
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, *paces: str) -> None:
         self._arrived = None
-        for pace in self._paces.values():
-            pace.interrupted()
+        for series in paces:
+            self._paces[series].interrupted()
 
     def _log_costs(self, now_s: float, log: LogReading) -> list[tuple[str, float, int]]:
         costs: list[tuple[str, float, int]] = []
@@ -248,7 +250,7 @@ class JobSignals:
         rule = self._paces[series]
         best, now = rule.best or math.nan, rule.now or math.nan
         ratio = now / best
-        if series == "step_time":
+        if series in ("step_time", _WHOLE):
             figures = f"{now:.3g} s a step, {ratio:.2f} times the best sustained {best:.3g} s"
         else:
             best, now = 1 / best, 1 / now
@@ -308,6 +310,7 @@ def _library_costs(before: Progress | None, after: Progress) -> list[tuple[str, 
         return []
     steps = after.steps_reported - before.steps_reported
     in_section = before.section or after.section or after.section_left_ns > before.step_at_ns
-    if steps <= 0 or in_section:
+    if steps <= 0:
         return []
-    return [("step_time", (after.step_at_ns - before.step_at_ns) / NS, steps)]
+    series = _WHOLE if in_section else "step_time"
+    return [(series, (after.step_at_ns - before.step_at_ns) / NS, steps)]

@@ -417,6 +417,40 @@ def test_slow_steps_are_told_by_when_lines_come() -> None:
     assert [f.data["kind"] for f in script.of(EventKind.SIGNAL_RECOVERED)] == ["step_time_decline"]
 
 
+def test_a_job_that_saves_at_every_step_is_judged_by_its_whole_steps() -> None:
+    """Whether a look finds it in its section or not; a long section now and then is none."""
+    script = Script(ranks=1)
+
+    def train(steps: int, step_s: int) -> None:
+        for number in range(steps):
+            before = script.library[0] or EMPTY
+            now = int(script.now_s * NS)
+            saving = dataclasses.replace(
+                before,
+                step=before.steps_reported,
+                steps_reported=before.steps_reported + 1,
+                step_at_ns=now,
+                section="save",
+                section_entered_ns=now,
+                section_left_ns=0,
+            )
+            script.library[0] = saving
+            script.wait(1 if number % 100 else 60)
+            script.library[0] = dataclasses.replace(
+                saving,
+                section=None,
+                section_entered_ns=0,
+                section_left_ns=int(script.now_s * NS),
+            )
+            script.wait(step_s - 1)
+
+    train(400, 5)
+    assert not script.of(EventKind.STEP_TIME_DECLINE)
+    train(120, 10)
+    (fact,) = script.of(EventKind.STEP_TIME_DECLINE)
+    assert (fact.data["signal"], fact.data["ratio"]) == ("whole_step_time", 2.0)
+
+
 def test_evaluations_are_no_slow_steps() -> None:
     script = Script(ranks=1)
     script.train(lines=200, every_s=5)
