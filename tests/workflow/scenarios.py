@@ -8,8 +8,10 @@ from typing import Any
 
 from temporalio.client import Client, WorkflowHandle
 
-from everstep.decide.words import LogClass
+from everstep.decide.stack_report import ProcessRole, StackCulprit, StackFinding
+from everstep.decide.words import Confidence, LogClass, Verdict
 from everstep.spec import messages as m
+from everstep.spec.agent_api import EventKind
 from tests.workflow.world import Say, Script, World, exited, rank_exit
 
 FIRST = Say("first_step", step=1)
@@ -78,6 +80,45 @@ def _user_error(world: World) -> None:
         )
 
 
+SLOW = m.ObservationRecord(
+    kind=EventKind.STEP_TIME_DECLINE,
+    verdict=Verdict.FAULTY,
+    machine_id="m1",
+    rank=0,
+    reason="1.4 times",
+)
+"""What a watch says when steps have become slow."""
+
+
+def behind(*machines: int) -> m.FoundSlowRanks:
+    """Rank 3 was behind in all rounds; machines by their index in the run."""
+    culprit = StackCulprit(rank=3, role=ProcessRole.RANK, reason="behind in 5 of 5 rounds")
+    finding = StackFinding(
+        rule="stack_slow" if machines else "stack_no_group",
+        reason="rank 3 behind in 5 of 5 rounds",
+        confidence=Confidence.LOW,
+        culprits=(culprit,),
+        outliers=(3,),
+        machines=machines,
+    )
+    return m.FoundSlowRanks(finding=finding, rounds=5, evidence=("rank 3: at last in compute",))
+
+
+def _slow_steps(world: World) -> None:
+    """One rank is behind in the first run; the look at the second one ends with it."""
+    world.slow = behind(1)
+    for generation in (1, 2):
+        world.scripts[generation] = Script(
+            [
+                FIRST,
+                Say("tick", step=10, observations=(SLOW,)),
+                Say("trouble", step=43, observations=(rank_exit(2),), after_s=0.5),
+            ],
+            ranks={2: exited(2, signal=9, step=43)},
+        )
+    world.scripts[3] = Script([FIRST, DONE])
+
+
 def _paused(world: World) -> None:
     world.scripts[1] = Script([FIRST, Say("hold", step=12)])
     world.scripts[2] = Script([FIRST, DONE])
@@ -124,6 +165,7 @@ SCENARIOS: dict[str, Scenario] = {
     "low-confidence": Scenario(_low_confidence),
     "user-error-gives-up": Scenario(_user_error),
     "pause-resume": Scenario(_paused, _pause_and_resume),
+    "slow-steps": Scenario(_slow_steps),
 }
 
 

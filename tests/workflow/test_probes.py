@@ -7,14 +7,13 @@ import asyncio
 import pytest
 
 from everstep.decide.observation import Observation
-from everstep.decide.stack_report import ProcessRole, StackCulprit, StackFinding
-from everstep.decide.words import Confidence, IncidentState, JobPhase, Symptom, Verdict
+from everstep.decide.words import IncidentState, JobPhase, Symptom, Verdict
 from everstep.spec import messages as m
 from everstep.spec.agent_api import EventKind
 from everstep.spec.probe_events import event_data
 from tests.support.observations import BLIND, HOT, WARNING, XID
 from tests.workflow.conftest import Bench, ask, ended
-from tests.workflow.scenarios import DONE, FIRST
+from tests.workflow.scenarios import DONE, FIRST, SLOW, behind
 from tests.workflow.world import Say, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -81,29 +80,6 @@ async def test_unknown_and_evidence_beside_a_failure_are_no_incidents(bench: Ben
     result = await (await bench.start()).result()
     assert (result.runs, result.incidents) == (2, 1)
     assert [e.machines for e in world.evictions] == [("m1",)]
-
-
-SLOW = m.ObservationRecord(
-    kind=EventKind.STEP_TIME_DECLINE,
-    verdict=Verdict.FAULTY,
-    machine_id="m1",
-    rank=0,
-    reason="1.4 times",
-)
-
-
-def behind(*machines: int) -> m.FoundSlowRanks:
-    """Rank 3 was behind."""
-    culprit = StackCulprit(rank=3, role=ProcessRole.RANK, reason="behind in 5 of 5 rounds")
-    finding = StackFinding(
-        rule="stack_slow" if machines else "stack_no_group",
-        reason="rank 3 behind in 5 of 5 rounds",
-        confidence=Confidence.LOW,
-        culprits=(culprit,),
-        outliers=(3,),
-        machines=machines,
-    )
-    return m.FoundSlowRanks(finding=finding, rounds=5, evidence=("rank 3: at last in compute",))
 
 
 TRAINS_ON = Say("hold", step=12)
