@@ -178,7 +178,7 @@ def test_life_on_sqlite(tmp_path: Path, migrated_file: Path, policy: PolicySnaps
         shutil.copyfile(migrated_file, path)
         return Ledger(f"sqlite:///{path}")
 
-    _run(fresh, policy, 25)
+    _run(fresh, policy, 15)
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from workers.runtime import WORKFLOWS, workflow_runner
 
 HISTORIES = Path(__file__).parent / "histories"
 FILES = sorted(HISTORIES.glob("*/*.json"))
+OF_OLDER_CODE = {"slow-steps-before-looks"}
+"""What code before a ``workflow.patched`` has written; today's code cannot record it again."""
 WANTED = ("clean", "rank-failure", "machine-loss", "continue-as-new-in-incident")
 
 
@@ -40,7 +42,8 @@ def _history(path: Path) -> WorkflowHistory:
 def test_every_situation_is_recorded() -> None:
     recorded = {path.name.split(".")[0] for path in FILES}
     assert set(WANTED) <= set(SCENARIOS)
-    assert recorded == set(SCENARIOS)
+    assert recorded - OF_OLDER_CODE == set(SCENARIOS)
+    assert recorded >= OF_OLDER_CODE
     assert {path.parent.name for path in FILES} == {"TrainingJob", "Incident"}
 
 
