@@ -134,7 +134,9 @@ class Diagnosis:
                 if len(rounds) < limits.slow_rounds:
                     due += limits.slow_round_interval.total_seconds()
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
-        found = judge_slow_reports(rounds) if len(rounds) == limits.slow_rounds else None
+        whole = len(rounds) == limits.slow_rounds
+        shape = len(request.machines), request.ranks_per_machine
+        found = judge_slow_reports(rounds, shape) if whole else None
         log.info(
             "looked for slow ranks",
             job_id=request.job_id,

@@ -16,6 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from temporalio.exceptions import ActivityError
 
     from activities import contracts
+    from everstep.decide.stack_outliers import listed
     from everstep.decide.words import IncidentState, Symptom, Verdict
     from everstep.spec import messages as m
     from everstep.spec.agent_api import EventKind
@@ -37,6 +38,7 @@ def begin(context: JobContext, run: m.RunRef, incident: m.IncidentSummary) -> No
             run_id=run.run_id,
             generation=run.generation,
             machines=run.machines,
+            ranks_per_machine=context.state.spec.ranks_per_machine,
             policy=context.policy,
         ),
         summary=f"look who makes run {run.generation} slow",
@@ -61,11 +63,11 @@ async def _take(
     if found.finding is None:
         return
     finding = found.finding
-    names = [run.machines[i].machine_id for i in finding.machines if i < len(run.machines)]
-    told = f"{finding.reason}: {', '.join(names)}" if names else finding.reason
+    names = [run.machines[i].machine_id for i in finding.machines]
+    told = f"{finding.reason}: {listed('machine', names)}" if names else finding.reason
+    ranks_per_machine = context.state.spec.ranks_per_machine
     seen = f"{incident.reason.removesuffix(GOES_ON)}; {told}"
     summary = seen[: SUMMARY_MAX - len(GOES_ON)] + GOES_ON
-    culprits = {culprit.rank: culprit for culprit in finding.culprits}
     context.state.amend_incident(incident.incident_id, rounds=2, reason=summary)
     record = m.RecordIncident(
         incident_id=incident.incident_id,
@@ -83,21 +85,16 @@ async def _take(
             m.ObservationRecord(
                 kind=EventKind.STEP_TIME_DECLINE,
                 verdict=Verdict.FAULTY,
-                machine_id=_machine_of(context, run, rank),
-                rank=rank,
-                reason=f"rank {rank} {culprit.reason} of stacks",
-                data={"rule": finding.rule, "rounds": found.rounds, "suspects": names},
+                machine_id=run.machines[culprit.rank // ranks_per_machine].machine_id,
+                rank=culprit.rank,
+                reason=f"rank {culprit.rank} {culprit.reason} of stacks",
+                data={"rule": finding.rule, "rounds": found.rounds},
             )
-            for rank, culprit in sorted(culprits.items())
+            for culprit in finding.culprits
         ),
-        evidence=(finding.reason, *found.evidence),
+        evidence=(told, *found.evidence),
     )
     context.beside(contracts.schedule(contracts.record_incident, record, summary=told[:200]))
     if names:
         context.tell(f"{run.generation}-slow", "warning", summary)
     context.show()
-
-
-def _machine_of(context: JobContext, run: m.RunRef, rank: int) -> str | None:
-    index = rank // context.state.spec.ranks_per_machine
-    return run.machines[index].machine_id if index < len(run.machines) else None

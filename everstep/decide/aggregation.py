@@ -107,13 +107,24 @@ def judge_reports(reports: Sequence[StackReport]) -> StackFinding | None:
     return None if layout is None else judge_hang(groups_of(reports, layout), layout)
 
 
-def layout_of(reports: Sequence[StackReport]) -> Topology | None:
+def layout_of(
+    reports: Iterable[StackReport], shape: tuple[int, int] | None = None
+) -> Topology | None:
     """The layout that the first report names, by machine; all have it from one plan.
 
     What machines send is not trusted to make sense: a decision must not fail, nor take for ever.
+
+    Args:
+        reports: of some or all machines, in any order.
+        shape: machines of the run and ranks of each, where that is known; another layout is
+            nonsense then.
     """
-    told = [r for r in sorted(reports, key=lambda r: r.machine_id) if _makes_sense(r)]
-    return Topology(told[0].axes, told[0].ranks_per_machine) if told else None
+    for report in sorted(reports, key=lambda r: r.machine_id):
+        if _makes_sense(report):
+            layout = Topology(report.axes, report.ranks_per_machine)
+            if shape in (None, (layout.machines, layout.ranks_per_machine)):
+                return layout
+    return None
 
 
 def groups_of(reports: Iterable[StackReport], layout: Topology) -> list[StackGroup]:

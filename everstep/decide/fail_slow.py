@@ -63,13 +63,19 @@ def flagged(groups: Sequence[StackGroup], topology: Topology) -> tuple[int, ...]
     return busy or outliers
 
 
-def judge_slow_reports(rounds: Sequence[Sequence[StackReport]]) -> StackFinding | None:
+def judge_slow_reports(
+    rounds: Sequence[Sequence[StackReport]], shape: tuple[int, int]
+) -> StackFinding | None:
     """``judge_slow`` of what the machines of a run have sent, a sequence for each round.
 
+    Args:
+        rounds: the reports of each round, in any order.
+        shape: machines of the run, and ranks of each.
+
     Returns:
-        None when no round has a report that makes sense.
+        None when no round has a report of such a run that makes sense.
     """
-    layout = next(filter(None, map(layout_of, rounds)), None)
+    layout = layout_of((report for reports in rounds for report in reports), shape)
     if layout is None:
         return None
     return judge_slow([groups_of(reports, layout) for reports in rounds], layout)

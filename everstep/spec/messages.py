@@ -353,6 +353,7 @@ class FindSlowRanks(Message):
     run_id: str
     generation: int
     machines: tuple[MachineRef, ...]
+    ranks_per_machine: int
     policy: PolicySnapshot
 
 

@@ -53,12 +53,13 @@ def looked(machine: int, *behind: int, ranks: int = 2, machines: int = 2) -> Sta
 ENDED = StackReport(machine_id="m0")
 
 
-async def find(*agents: FakeAgent, **limits: Any) -> m.FoundSlowRanks:
+async def find(*agents: FakeAgent, ranks: int = 2, **limits: Any) -> m.FoundSlowRanks:
     request = m.FindSlowRanks(
         job_id=JOB,
         run_id=RUN,
         generation=GENERATION,
         machines=refs(*(agent.machine_id for agent in agents)),
+        ranks_per_machine=ranks,
         policy=policy(detection={"slow_rounds": ROUNDS, "slow_round_interval": "1ms"} | limits),
     )
     found: m.FoundSlowRanks = await ActivityEnvironment().run(
@@ -128,8 +129,15 @@ async def test_what_a_machine_invents_is_not_believed_and_not_passed_on_at_lengt
     wild = StackReport(machine_id="m0", groups=looked(0).groups, processes=2, axes=(("dp", -4),))
     found = await find(FakeAgent("m0", rounds=[wild]))
     assert (found.finding, found.rounds) == (None, ROUNDS)
+    # Of a run of a hundred machines, its last one behind: there is no such machine to name.
+    huge = looked(99, 198, machines=100)
+    found = await find(FakeAgent("m0", rounds=[huge]))
+    assert (found.finding, found.rounds) == (None, ROUNDS)
     many = looked(0, *range(60), ranks=128, machines=1)
+    # Nor of one machine with more ranks than it has.
     found = await find(FakeAgent("m0", rounds=[many]))
+    assert found.finding is None
+    found = await find(FakeAgent("m0", rounds=[many]), ranks=128)
     assert found.finding is not None
     assert len(found.finding.culprits) == CULPRITS_MAX
     assert len(found.evidence) <= EVIDENCE_MAX

@@ -438,8 +438,9 @@ def test_rounds_of_reports_are_judged_by_the_layout_that_one_of_them_names() -> 
         ranks_per_machine=REPLICAS.ranks_per_machine,
     )
     wild = replace(slow, machine_id="a", axes=(("dp", 0),))
-    finding = judge_slow_reports([[wild]] + [[wild, slow]] * 5)
+    larger = replace(slow, machine_id="a", axes=(("dp", 80),))
+    finding = judge_slow_reports([[wild]] + [[wild, larger, slow]] * 5, (4, 2))
     assert finding is not None
     assert [c.rank for c in finding.culprits] == [4]
-    assert judge_slow_reports([[wild], []]) is None
-    assert judge_slow_reports([]) is None
+    assert judge_slow_reports([[wild], [larger]], (4, 2)) is None
+    assert judge_slow_reports([], (4, 2)) is None

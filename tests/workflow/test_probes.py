@@ -101,11 +101,14 @@ async def test_slow_steps_start_a_look_that_names_a_machine_and_stops_nothing(be
     assert world.counts["find_slow_ranks"] == 1
     first, second = (world.incidents[f"{bench.name}-1-r{n}"] for n in (1, 2))
     assert first.summary == "m1: 1.4 times; training goes on"
-    assert second.summary == "m1: 1.4 times; rank 3 behind in 5 of 5 rounds: m2; training goes on"
+    assert (
+        second.summary
+        == "m1: 1.4 times; rank 3 behind in 5 of 5 rounds: machine m2; training goes on"
+    )
     assert (listed.rounds, listed.reason) == (2, second.summary)
     assert {r.symptom for r in (first, second)} == {Symptom.MFU_DECLINE}
     assert [(o.rank, o.machine_id) for o in second.observations] == [(3, "m2")]
-    assert second.observations[0].data["suspects"] == ["m2"]
+    assert second.evidence[0] == "rank 3 behind in 5 of 5 rounds: machine m2"
     assert "rank 3: at last in compute" in second.evidence
     assert [(n.severity, "rank 3 behind" in n.text) for n in world.notes] == [("warning", True)]
 
