@@ -155,6 +155,19 @@ def test_a_warning_is_recorded_open_and_closed_at_once(running: Fleet) -> None:
     assert (detail(running).state, detail(running).closed_at) == (IncidentState.STABLE, at(30))
 
 
+def test_a_closer_look_at_a_warning_says_more_and_an_earlier_record_less(running: Fleet) -> None:
+    over: dict[str, Any] = {"state": IncidentState.STABLE, "closed_at": at(30), "decision": None}
+    first, second = (
+        incident(**over, round_number=number, summary=said)
+        for number, said in ((1, "slow"), (2, "slow; rank 3 is behind"))
+    )
+    for record in (first, second, first):
+        running.ledger.record_incident(record)
+
+    assert detail(running).summary == "slow; rank 3 is behind"
+    assert [r.round_number for r in detail(running).rounds] == [1, 2]
+
+
 def test_a_round_decided_anew_keeps_the_later_decision(running: Fleet) -> None:
     again = decision(decided_at=at(90), finding=finding(reason="looked closer"))
     running.ledger.record_incident(incident(decision=decision()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from everstep.decide.words import Action, Confidence, Symptom, Verdict
 from everstep.machine.health import CLEARED_KEPT_S, EVENTS_MAX, KEPT_MAX, SEEN_MAX, HealthBoard
 from everstep.spec.agent_api import EventKind
 from everstep.spec.probe_events import event_data, observation_of
-from tests.support.observations import XID
+from tests.support.observations import WARNING, XID
 
 
 def well(probe: str = "kernel_log", target: str = "gpu 3") -> Observation:
@@ -104,15 +105,7 @@ def test_other_probes_and_targets_are_left_alone(machine: Machine) -> None:
 
 
 def test_another_action_is_news_and_other_figures_are_not(machine: Machine) -> None:
-    warned = Observation(
-        probe="gpu",
-        target="gpu 3",
-        verdict=Verdict.FAULTY,
-        reason="12 replays",
-        rule="pcie_replay",
-        symptom=Symptom.NVLINK_PCIE,
-        action=Action.WARN_ONLY,
-    )
+    warned = replace(WARNING, reason="12 replays", values={})
     machine.sees(warned, probe="gpu")
     machine.sees(
         Observation(**{**_fields(warned), "reason": "13 replays", "values": {"n": 13}}), probe="gpu"

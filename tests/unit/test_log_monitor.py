@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -511,8 +512,8 @@ def test_the_silence_of_the_dead_is_no_signal() -> None:
     assert script.found == []
 
 
-def test_rdma_traffic_that_ceases_while_training_is_told_once() -> None:
-    script = Script(ranks=1)
+def rdma_looks(script: Script) -> Callable[[int, int], None]:
+    """Looks at counters that rise at a rate (bytes a second)."""
     total = 0
 
     def looks(count: int, rate: int) -> None:
@@ -521,6 +522,13 @@ def test_rdma_traffic_that_ceases_while_training_is_told_once() -> None:
             script.wait(30)
             total += 30 * rate
             script.found += script.monitor.traffic(int(script.now_s * NS), total)
+
+    return looks
+
+
+def test_rdma_traffic_that_ceases_while_training_is_told_once() -> None:
+    script = Script(ranks=1)
+    looks = rdma_looks(script)
 
     looks(30, 0)
     script.prints()
@@ -540,14 +548,7 @@ def test_rdma_traffic_that_ceases_while_training_is_told_once() -> None:
 @pytest.mark.parametrize("phase", ["before the first step", "in a section"])
 def test_rdma_traffic_may_cease_where_no_step_is_due(phase: str) -> None:
     script = Script(ranks=1)
-    total = 0
-
-    def looks(count: int, rate: int) -> None:
-        nonlocal total
-        for _ in range(count):
-            script.wait(30)
-            total += 30 * rate
-            script.found += script.monitor.traffic(int(script.now_s * NS), total)
+    looks = rdma_looks(script)
 
     attached = dataclasses.replace(EMPTY, step_at_ns=int(script.now_s * NS))
     stepped = dataclasses.replace(attached, step=0, steps_reported=1)
